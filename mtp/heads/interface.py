@@ -1,0 +1,116 @@
+"""The interface of all heads: one road for training, one for decoding, both to the same logits.
+
+Knows: the draft vocabulary, the frozen matrices that heads borrow from the base, and the shapes.
+Refuses to know: which base they come from, how the features were computed, and how logits become probabilities.
+
+Shapes: B batch, T position, M anchors that are asked for, K draft position, D hidden, F features, V vocabulary, Vd
+draft vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtp.config import HeadsConfig
+from mtp.targets import draft_inputs, take_anchors
+
+
+@dataclass
+class State:
+    """What an architecture must remember between steps of decoding. Each kind extends it."""
+
+    batch_size: int
+
+
+class Heads(nn.Module, ABC):
+    """q: proposes K tokens from the base's features.
+
+    Parameters are the trained part only. The base's input embedding and output matrix are lent by `bind` and are
+    neither parameters nor part of the saved weights. `draft_ids` [Vd] maps draft ids to base ids; None is the whole vocabulary.
+    """
+
+    draft_ids: Tensor | None
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        self.config = config
+        # -1 is no token: heads whose vocabulary was never loaded fail in bind() instead of proposing token 0.
+        ids = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
+        self.register_buffer("draft_ids", ids)
+        self._embedding: Tensor | None = None
+        self._output_rows: Tensor | None = None
+
+    def bind(self, embedding: Tensor, output_matrix: Tensor) -> "Heads":
+        """Lend the base's input embedding [V,D] and output matrix [V,D]; both stay the base's, unchanged.
+
+        Call it after the heads and the base are on their device, and again after `draft_ids` changed.
+        """
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        for name, matrix in (("input embedding", embedding), ("output matrix", output_matrix)):
+            if tuple(matrix.shape) != expected:
+                raise ValueError(f"the base's {name} is {tuple(matrix.shape)}, but these heads need {expected}")
+        if self.draft_ids is not None and bool(((self.draft_ids < 0) | (self.draft_ids >= expected[0])).any()):
+            raise ValueError("the draft vocabulary is not set or has ids outside the base's vocabulary")
+        self._embedding = embedding.detach()
+        rows = output_matrix.detach()
+        self._output_rows = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)].contiguous()
+        return self
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """e(x): the base's input embedding of `tokens` [...], as [...,D] in the heads' precision."""
+        assert self._embedding is not None, "bind() the heads to their base first"
+        return nn.functional.embedding(tokens, self._embedding).to(self.precision)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Logits [...,Vd] of hidden states [...,D], over the draft vocabulary only."""
+        assert self._output_rows is not None, "bind() the heads to their base first"
+        return nn.functional.linear(hidden, self._output_rows.to(hidden.dtype))
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The type of the parameters."""
+        return next(self.parameters()).dtype
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Training road, whole: features [B,T,F] and tokens [B,T+K] to logits [B,T,K,Vd], teacher-forced.
+
+        Entry [b,t,k-1] predicts token t+k+1. Large: training proper uses `unroll` and projects in chunks.
+        """
+        logits: Tensor = self.project(self.unroll(features, tokens))
+        return logits
+
+    def unroll(self, features: Tensor, tokens: Tensor, anchors: Tensor | None = None) -> Tensor:
+        """Hidden states [B,M,K,D] before the projection, for `anchors` [B,M] (positions; None is all T of them).
+
+        Draft position k of anchor t reads token t+k (`mtp.targets`), so `tokens` is [B,T+K].
+        """
+        features = features.to(self.precision)
+        batch, length = features.shape[:2]
+        if anchors is None:
+            anchors = torch.arange(length, device=features.device).expand(batch, length)
+        inputs = take_anchors(draft_inputs(tokens, self.config.draft_length), anchors)
+        return self._unroll(features, tokens[:, 1 : length + 1], inputs, anchors)
+
+    @abstractmethod
+    def _unroll(self, features: Tensor, next_tokens: Tensor, inputs: Tensor, anchors: Tensor) -> Tensor:
+        """features [B,T,F], the token after each [B,T], draft inputs [B,M,K], anchors [B,M] to [B,M,K,D]."""
+
+    @abstractmethod
+    def new_state(self, batch_size: int) -> State:
+        """An empty state for `batch_size` sequences."""
+
+    @abstractmethod
+    def ingest(self, state: State, features: Tensor, next_tokens: Tensor) -> None:
+        """Take in verified anchors, in order: features [B,T,F] and the token that follows each, [B,T].
+
+        Whatever earlier drafts left in the state is forgotten.
+        """
+
+    @abstractmethod
+    def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
+        """Logits [B,Vd] of draft position k = 1, 2, …, asked in order after an `ingest`.
+
+        `previous` [B] is the token just drafted; at k = 1 it is already ingested and ignored.
+        """

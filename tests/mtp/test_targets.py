@@ -1,0 +1,56 @@
+"""Shift arithmetic against three nested loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mtp.targets import draft_inputs, pad_for_drafts, plan_targets
+
+
+def slow_plan(tokens: Tensor, supervised: Tensor, draft_length: int) -> set[tuple[int, int, int, int]]:
+    """Every (row, anchor, k, predicted token): anchor t counts when token t+2 is supervised, k when t+k+1 is."""
+    found = set()
+    for b in range(len(tokens)):
+        for t in range(tokens.shape[1] - 2):
+            for k in range(1, draft_length + 1):
+                target = t + k + 1
+                if supervised[b, t + 2] and target < tokens.shape[1] and supervised[b, target]:
+                    found.add((b, t, k, int(tokens[b, target])))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31))
+def test_plan_equals_the_loops(batch: int, length: int, draft_length: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 50, (batch, length), generator=generator)
+    supervised = torch.rand(batch, length, generator=generator) < 0.6
+    plan = plan_targets(tokens, supervised, draft_length)
+    width = plan.anchors.shape[1]
+    found = set()
+    for row, (teacher, token) in enumerate(zip(plan.teacher.tolist(), plan.tokens.tolist(), strict=True)):
+        b, s = divmod(teacher, length)
+        for k in range(1, draft_length + 1):
+            index = int(plan.hidden[row, k - 1])
+            if index < 0:
+                continue
+            packed, j = divmod(index, draft_length)
+            b_hidden, m = divmod(packed, width)
+            anchor = int(plan.anchors[b_hidden, m])
+            assert (b_hidden, j, anchor + k) == (b, k - 1, s)  # the teacher of (t, k) is position t + k
+            found.add((b, anchor, k, token))
+    assert found == slow_plan(tokens, supervised, draft_length)
+
+
+def test_draft_position_k_reads_token_t_plus_k() -> None:
+    inputs = draft_inputs(torch.arange(8).unsqueeze(0), 3)
+    assert inputs.tolist() == [[[1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]]
+    assert pad_for_drafts(torch.ones(1, 4, dtype=torch.long), 3).shape == (1, 7)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_sequences_too_short_for_a_draft_have_no_targets(length: int) -> None:
+    plan = plan_targets(torch.zeros(1, length, dtype=torch.long), torch.ones(1, length, dtype=torch.bool), 2)
+    assert len(plan.teacher) == 0
