@@ -1,0 +1,116 @@
+"""Heads on disk: the round trip is exact, and everything that is not whole is refused with a message."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtp.config import HeadsConfig
+from mtp.errors import UserError
+from mtp.hub import CONFIG, WEIGHTS, file_hash, load_heads, read_config, save_heads
+from tests.mtp.heads_toys import toy_heads
+
+VOCABULARY = torch.arange(0, 40, 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_heads(toy_heads("recurrent", VOCABULARY).float(), tmp_path / "heads")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+@pytest.mark.parametrize("vocabulary", [None, VOCABULARY])
+def test_round_trip(kind: str, vocabulary: torch.Tensor | None, tmp_path: Path) -> None:
+    heads = toy_heads(kind, vocabulary).float()
+    loaded = load_heads(save_heads(heads, tmp_path / "a" / "heads"))
+    assert loaded.config == heads.config == read_config(tmp_path / "a" / "heads")
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    assert {path.name for path in (tmp_path / "a" / "heads").iterdir()} == {CONFIG, WEIGHTS, "README.md"}
+
+
+def test_saving_again_replaces_the_folder_and_leaves_nothing_else(folder: Path) -> None:
+    (folder / "leftover").write_text("old")
+    save_heads(toy_heads("medusa").float(), folder)
+    assert load_heads(folder).config.kind == "medusa"
+    assert [path.name for path in folder.parent.iterdir()] == ["heads"]
+    assert not (folder / "leftover").exists()
+
+
+def test_a_failed_save_leaves_the_old_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = file_hash(folder / WEIGHTS)
+    monkeypatch.setattr("mtp.hub.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save_heads(toy_heads("medusa").float(), folder)
+    assert file_hash(folder / WEIGHTS) == before
+    assert [path.name for path in folder.parent.iterdir()] == ["heads"]
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads((folder / CONFIG).read_text())
+    change(document)
+    (folder / CONFIG).write_text(json.dumps(document))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors and, as somebody who knows the format would, the digest with them."""
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    edit_config(folder, lambda d: d.update(weights_sha256=file_hash(folder / WEIGHTS)))
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def flip(folder: Path) -> None:
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(bytes(data))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (lambda f: f.rename(f.with_name("gone")), "is not a folder"),
+    "no config": (lambda f: (f / CONFIG).unlink(), "has no config.json"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no model.safetensors"),
+    "empty weights": (lambda f: (f / WEIGHTS).write_bytes(b""), "cannot be read"),
+    "cut weights": (truncate, "cannot be read"),
+    "one bit flipped": (flip, "does not match the weights_sha256"),
+    "pickle instead": (lambda f: torch.save({}, f / WEIGHTS), "cannot be read"),
+    "config not JSON": (lambda f: (f / CONFIG).write_text("{"), "is not JSON"),
+    "config a list": (lambda f: (f / CONFIG).write_text("[]"), "lacks weights_sha256"),
+    "unknown key": (lambda f: edit_config(f, lambda d: d.update(draft_lenght=3)), "did you mean 'draft_length'"),
+    "missing key": (lambda f: edit_config(f, lambda d: d.pop("hidden_size")), "lacks hidden_size"),
+    "wrong type": (lambda f: edit_config(f, lambda d: d.update(hidden_size="32")), "int is needed"),
+    "boolean number": (lambda f: edit_config(f, lambda d: d.update(draft_length=True)), "int is needed"),
+    "null": (lambda f: edit_config(f, lambda d: d.update(kind=None)), "a value is needed"),
+    "unknown kind": (lambda f: edit_config(f, lambda d: d.update(kind="hydra2")), "allowed are medusa, recurrent"),
+    "newer format": (lambda f: edit_config(f, lambda d: d.update(format_version=99)), "format_version is 99"),
+    "unknown key in block": (lambda f: edit_config(f, lambda d: d["block"].update(rope=1)), "unknown key 'rope'"),
+    "other sizes": (lambda f: edit_config(f, lambda d: d.update(hidden_size=16)), "instead of"),
+    "missing tensor": (lambda f: edit_weights(f, lambda t: t.pop("fc.weight")), "fc.weight is missing"),
+    "extra tensor": (lambda f: edit_weights(f, lambda t: t.update(more=torch.ones(1))), "more is not known"),
+    "other vocabulary": (lambda f: edit_weights(f, lambda t: t["draft_ids"].add_(1)), "draft vocabulary"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_by_name(damage: str, folder: Path) -> None:
+    harm, message = DAMAGE[damage]
+    harm(folder)
+    with pytest.raises(UserError, match=message):
+        load_heads(folder)
+
+
+def test_config_round_trips_through_json() -> None:
+    config = toy_heads("recurrent", VOCABULARY).config
+    assert HeadsConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
