@@ -1,0 +1,271 @@
+"""The frozen base p: find it, freeze it, run it with a cache, return logits and features.
+
+Knows: how a causal language model of transformers is put together (decoder layers, final norm, output matrix), checked
+on a few tokens when it is loaded. Refuses to know: heads, sampling, training, and the vocabulary logits of positions
+nobody asked for: `forward` stops at the final norm and `logits` is a separate call.
+
+Shapes: B batch, T new positions, T_total cached plus new positions, D hidden, V vocabulary, F = D × feature layers.
+
+Feature layer ids follow transformers' `hidden_states`: id i < L is the input of decoder layer i (0 = embeddings) and id
+L the state after the final norm, which the output matrix reads.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtp.anatomy import find_inner, find_layers, freeze, probe
+from mtp.cache import BaseCache, new_cache, refusal
+from mtp.errors import UserError
+from mtp.fingerprint import model_checksum, model_fingerprint, tokenizer_fingerprint
+from mtp.loading import choose_device, load
+from mtp.output import OutputScale, project
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed the argument in 5.24
+_CONTEXT_UNKNOWN = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOutput:
+    """hidden [B, T, D] after the final norm, for `FrozenBase.logits`; features [B, T, F] of the asked layers."""
+
+    hidden: Tensor
+    features: Tensor
+
+
+class FrozenBase:
+    """A causal language model that is only ever read. Not an `nn.Module`: no parent module can train or save it."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+        self.model, self.tokenizer, self.name, self.revision = model, tokenizer, name, revision
+        freeze(model)
+        self._inner = find_inner(model, name)
+        self._layers = find_layers(self._inner, self._text_config, name)
+        self._arguments = frozenset(inspect.signature(self._inner.forward).parameters)
+        self._scale = OutputScale.from_config(self._text_config)
+        self._check_sizes()
+        self.final_norm = probe(model, self._inner, self.logits, name)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        home: Path | None = None,
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> "FrozenBase":
+        """Load a base by the name of an embedded one, a local transformers folder, a `.gguf` file or a Hub id.
+
+        dtype: auto is float32 on the CPU and the checkpoint's own on an accelerator. home: where embedded bases are
+        kept, the user's cache when None. on_progress: receives a sentence per stage of fetching an embedded base.
+        Raises UserError when the base is missing, damaged, or not a causal language model this class can verify; the
+        message says what was tried and what to do.
+        """
+        chosen = choose_device(device)
+        found = load(
+            str(name),
+            revision=revision,
+            dtype=dtype,
+            device=chosen,
+            trust_remote_code=trust_remote_code,
+            home=home,
+            on_progress=on_progress,
+        )
+        return cls(found.model.to(chosen), found.tokenizer, str(name), revision or found.revision)
+
+    @classmethod
+    def from_model(cls, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> "FrozenBase":
+        """Wrap a model that is already loaded; it is frozen in place."""
+        return cls(model, tokenizer, name, revision)
+
+    def to(self, device: torch.device | str) -> "FrozenBase":
+        """Move the model to `device`; its precision stays."""
+        self.model.to(device)
+        return self
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def embedding(self) -> Tensor:
+        """Input embedding [V, D]: the base's own storage, without gradient."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """Output matrix [V, D]: the base's own storage, without gradient; equal to the embedding when they are tied."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.detach()
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """Bias [V] of the output matrix, for the few bases that have one."""
+        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
+        return None if bias is None else bias.detach()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.output_matrix.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix, which may be padded beyond the tokenizer's tokens."""
+        return int(self.output_matrix.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def last_block(self) -> nn.Module:
+        """The last decoder layer."""
+        return self._layers[-1]
+
+    @property
+    def context_length(self) -> int:
+        """Most positions the base was made for: from its config, else from its tokenizer, else 2**31 - 1."""
+        configured = getattr(self._text_config, "max_position_embeddings", None)
+        if configured:
+            return int(configured)
+        return min(int(getattr(self.tokenizer, "model_max_length", None) or _CONTEXT_UNKNOWN), _CONTEXT_UNKNOWN)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output_matrix.dtype
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text: those of the generation config, then the tokenizer's."""
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ids = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+        ids.append(getattr(self.tokenizer, "eos_token_id", None))
+        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def new_cache(self) -> BaseCache:
+        """An empty cache that can be rolled back exactly, or UserError naming the kind of cache the base would need."""
+        if getattr(self.model, "_is_stateful", False):
+            raise UserError(refusal(self.name, f"the recurrent state of {type(self.model).__name__}"))
+        if self._cache_argument is None:
+            raise UserError(refusal(self.name, f"the private cache of {type(self._inner).__name__}"))
+        return new_cache(self.model.config, self.name)
+
+    @property
+    def _cache_argument(self) -> str | None:
+        return next((argument for argument in _CACHE_ARGUMENTS if argument in self._arguments), None)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: BaseCache | None = None,
+        attention_mask: Tensor | None = None,
+        feature_layers: Sequence[int] = (),
+    ) -> BaseOutput:
+        """Run the base over new tokens [B, T] that follow what `cache` holds, and extend the cache by them.
+
+        attention_mask [B, T_total] (1 or True = a real token) covers cached and new positions; a token's position is
+        the number of real tokens before it, so left padding does not shift it. feature_layers: ids in 0…num_layers.
+        """
+        with self._recorded(feature_layers) as states:
+            hidden = self._run(tokens, cache, attention_mask)
+        states[self.num_layers] = hidden
+        if not feature_layers:
+            return BaseOutput(hidden=hidden, features=hidden[..., :0])
+        wanted = [states[layer] for layer in feature_layers]
+        return BaseOutput(hidden=hidden, features=wanted[0] if len(wanted) == 1 else torch.cat(wanted, dim=-1))
+
+    def _run(self, tokens: Tensor, cache: BaseCache | None, attention_mask: Tensor | None) -> Tensor:
+        past = 0 if cache is None else cache.length
+        arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
+        if cache is not None:
+            assert self._cache_argument is not None
+            arguments[self._cache_argument] = cache.native
+        if attention_mask is not None:
+            assert attention_mask.shape == (tokens.shape[0], past + tokens.shape[1])
+            arguments["attention_mask"] = attention_mask
+            if "position_ids" in self._arguments:
+                arguments["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+        hidden: Tensor = self._inner(**arguments).last_hidden_state
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return hidden
+
+    @contextlib.contextmanager
+    def _recorded(self, feature_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Inside the block, the inputs of the wanted decoder layers are kept in the yielded dictionary."""
+        for layer in feature_layers:
+            if not 0 <= layer <= self.num_layers:
+                raise UserError(f"feature_layers: id {layer} is outside 0…{self.num_layers} of base {self.name!r}.")
+        states: dict[int, Tensor] = {}
+        handles = [
+            self._layers[layer].register_forward_pre_hook(_recorder(states, layer), with_kwargs=True)
+            for layer in {*feature_layers} - {self.num_layers}
+        ]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary logits [..., V] in float32 of states [..., D] after the final norm, scaled and capped by the base.
+
+        The product runs in the base's precision, like the base's own. Differentiable in `hidden`.
+        """
+        output = project(hidden.to(self.dtype), self.output_matrix, self.output_bias)
+        return self._scale(output if output.dtype == torch.float64 else output.float())
+
+    # ---- identity ----------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """Cheap hash by which heads recognise their base; see `mtp.fingerprint.model_fingerprint`."""
+        return model_fingerprint(self.model, self.vocab_size)
+
+    def tokenizer_fingerprint(self) -> str:
+        """Hash of vocabulary, special tokens and chat template; see `mtp.fingerprint.tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    def checksum(self) -> str:
+        """SHA-256 over every parameter and buffer: equal before and after means bit-identical weights."""
+        return model_checksum(self.model)
+
+    def _check_sizes(self) -> None:
+        rows, width = self.output_matrix.shape
+        if width != int(self._text_config.hidden_size) or self.embedding.shape != (rows, width):
+            raise UserError(
+                f"base {self.name!r} has embedding {tuple(self.embedding.shape)} and output matrix {(rows, width)} for "
+                f"hidden size {self._text_config.hidden_size}; both must be vocabulary × hidden size: use another base."
+            )
+        if self.tokenizer is not None and len(self.tokenizer) > rows:
+            raise UserError(
+                f"base {self.name!r}: its tokenizer has {len(self.tokenizer)} tokens and its vocabulary only {rows}; "
+                "the tokenizer belongs to another model."
+            )
+
+
+def _recorder(states: dict[int, Tensor], layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def record(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states[layer] = positional[0] if positional else named["hidden_states"]
+
+    return record
