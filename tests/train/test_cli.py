@@ -1,0 +1,151 @@
+"""`mtp-train` through its command line on tiny bases: records, resuming, kills, and bad input."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp.hub import load_heads
+from tests.tiny import tiny_base
+from tests.train.runs import job, read_metrics, train, write_data, write_prompts
+from tests.train.wandb_records import history
+from train.cli import main
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    state: dict[str, torch.Tensor] = checkpoint["state_dict"]
+    return state
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "medusa"])
+def test_a_run_leaves_heads_records_and_provenance(kind: str, tmp_path: Path) -> None:
+    run = train(tmp_path, model__heads__kind=kind)
+    heads = load_heads(run / "heads")
+    assert heads.config.kind == kind
+    assert heads.config.base.fingerprint == tiny_base("llama", tmp_path).fingerprint()
+    assert json.loads((run / "run.json").read_text())["seed"] == 0
+    assert (run / "config.yaml").is_file()
+    rows = read_metrics(run)
+    keys = {key for row in rows for key, value in row.items() if value}
+    for prefix in ("train", "val"):
+        assert {f"{prefix}/loss", f"{prefix}/accept_len_implied"} <= keys
+        assert {f"{prefix}/{name}/{k}" for name in ("alpha", "greedy", "loss", "top_mass") for k in (1, 2)} <= keys
+    assert {"decode/accept_len", "decode/accepted/1", "decode/alpha/2", "train/lr", "train/tokens_per_s"} <= keys
+    losses = [float(row["train/loss"]) for row in rows if row.get("train/loss")]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_the_checkpoint_holds_the_heads_only(tmp_path: Path) -> None:
+    run = train(tmp_path)
+    names = set(final_state(run))
+    assert names == {f"heads.{name}" for name in load_heads(run / "heads").state_dict()}
+
+
+def test_a_second_run_gets_its_own_folder(tmp_path: Path) -> None:
+    first, second = train(tmp_path), train(tmp_path)
+    assert (first.name, second.name) == ("tiny", "tiny-2")
+    for name, tensor in final_state(first).items():  # the same seed gives the same heads
+        assert torch.equal(tensor, final_state(second)[name]), name
+
+
+def test_a_killed_run_resumes_to_the_same_heads(tmp_path: Path) -> None:
+    """kill -9 somewhere after the first checkpoint; the resumed run ends where an uninterrupted one does, across the
+    end of an epoch (7 batches)."""
+    changes = {"trainer__max_steps": 24, "model__decode__prompts": None, "trainer__val_check_interval": 5}
+    whole = train(tmp_path, **changes)
+    expected = final_state(whole)
+    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, run__name="killed", **changes))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoint = tmp_path / "runs" / "killed" / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    step = torch.load(checkpoint, weights_only=True)["global_step"]
+    assert 3 <= step < 24, "the kill came too late to test anything"
+    assert main([*command[3:], "--ckpt_path", str(checkpoint)]) == 0
+    resumed = final_state(checkpoint.parent.parent)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, resumed[name]), name
+    steps = [int(row["step"]) for row in read_metrics(checkpoint.parent.parent) if row.get("train/loss")]
+    assert steps[-1] == 24
+    assert load_heads(checkpoint.parent.parent / "heads").config.draft_length == 2
+
+
+def test_resuming_with_other_heads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path)
+    checkpoint = str(run / "checkpoints" / "last.ckpt")
+    assert main(["--config", str(job(tmp_path, model__heads__draft_length=3)), "--ckpt_path", checkpoint]) == 2
+    assert "another configuration" in capsys.readouterr().err
+
+
+def test_wandb_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a key gets an offline run whose own records hold the metrics."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    run = train(tmp_path, run__wandb_project="mtp-test", trainer__max_steps=3)
+    (path,) = run.glob("wandb/offline-run-*/*.wandb")
+    seen = {key: value for row in history(path) for key, value in row.items()}
+    assert {"train/loss", "val/alpha/1", "val/alpha/2", "decode/accept_len"} <= set(seen)
+    assert seen["trainer/global_step"] == 3
+
+
+BAD_CONFIGS = {
+    "unknown key": ({"model__heads__draft_lenght": 3}, "draft_lenght"),
+    "unknown kind": ({"model__heads__kind": "hydra9"}, "kind"),
+    "missing base": ({"model__base__name": "no/such-base"}, "no/such-base"),
+    "draft length 0": ({"model__heads__draft_length": 0}, "heads.draft_length is 0"),
+    "vocabulary too large": ({"model__heads__draft_vocab_size": 1000}, "draft_vocab_size is 1000"),
+    "loss weights": ({"model__loss__kl": 0.0}, "loss.kl is 0"),
+    "missing data": ({"data__train": "nowhere.jsonl"}, "nowhere.jsonl"),
+    "layer": ({"model__heads__feature_layers": [9]}, "feature_layers is [9]"),
+    "run name": ({"run__name": "a/b"}, "run.name"),
+    "missing prompts": ({"model__decode__prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configs_are_one_line_and_exit_2(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, message = BAD_CONFIGS[case]
+    assert main(["--config", str(job(tmp_path, **changes))]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_missing_config_and_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+    assert main(["--config", str(job(tmp_path)), "--ckpt_path", str(tmp_path / "none.ckpt")]) == 2
+    assert "none.ckpt" in capsys.readouterr().err
+
+
+def test_a_bad_data_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = job(tmp_path)
+    data = write_data(tmp_path / "data.jsonl")
+    lines = data.read_text().splitlines()
+    lines[4] = lines[4][:-9]
+    data.write_text("\n".join(lines))
+    assert main(["--config", str(path)]) == 2
+    assert "data.jsonl:5" in capsys.readouterr().err
+
+
+def test_regenerate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(tmp_path)
+    arguments = ["regenerate", "--base", str(tmp_path / "llama"), "--prompts", str(write_prompts(tmp_path / "p.jsonl"))]
+    arguments += ["--out", str(tmp_path / "out.jsonl"), "--max-new-tokens", "6", "--batch-size", "4"]
+    assert main([*arguments, "--limit", "4"]) == 0
+    assert main(arguments) == 0
+    assert "4 answers written, 4 already there" in capsys.readouterr().out.replace("\n", " ")
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8
+    assert main([*arguments, "--temperature", "-1"]) == 2
+    assert "--temperature" in capsys.readouterr().err
+    assert main([*arguments[:3], "--prompts", "nowhere", "--out", "x"]) == 2

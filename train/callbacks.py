@@ -1,0 +1,81 @@
+"""Callbacks of a run: the best heads on disk, and a line per validation on the console.
+
+Knows: what a trained run leaves for people. Refuses to know: how anything is trained or measured.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+
+from mtp.hub import save_heads
+from train.module import HeadsModule
+
+MONITOR = "val/accept_len_implied"
+
+
+def checkpoints(folder: Path, every: int) -> ModelCheckpoint:
+    """`checkpoints/last.ckpt`, replaced as a whole every so many optimiser steps and at the end of training."""
+    return ModelCheckpoint(
+        dirpath=folder / "checkpoints",
+        filename="last",
+        every_n_train_steps=every,
+        save_top_k=1,
+        enable_version_counter=False,
+        save_on_train_epoch_end=False,
+    )
+
+
+class ExportHeads(lightning.Callback):
+    """Saves the heads to `folder` whenever validation implies the longest acceptance so far, and without validation at
+    the end. What is on disk is always whole, so a killed run leaves usable heads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.best = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        value = float(trainer.callback_metrics.get(MONITOR, 0.0))
+        if trainer.sanity_checking or trainer.state.fn != "fit" or value <= self.best:
+            return
+        self.best = value
+        self._save(trainer, pl_module)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if not self.best:
+            self._save(trainer, pl_module)
+
+    def _save(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        assert isinstance(module, HeadsModule)
+        if trainer.is_global_zero:
+            save_heads(module.trained, self.folder)
+
+
+class ConsoleReport(lightning.Callback):
+    """One line per validation: step, losses, alpha by position, implied and decoded acceptance length."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        assert isinstance(pl_module, HeadsModule)
+        latest: dict[str, float] = getattr(pl_module, "latest", {})
+        if "val/loss" not in latest or not trainer.is_global_zero:
+            return
+        count = pl_module.trained.config.draft_length
+        alpha = " ".join(f"{latest[f'val/alpha/{k}']:.3f}" for k in range(1, count + 1))
+        decoded = f", decoded {latest['decode/accept_len']:.2f}" if "decode/accept_len" in latest else ""
+        self.console.print(
+            f"step {trainer.global_step}: loss {latest.get('train/loss', float('nan')):.3f} (val {latest['val/loss']:.3f}), "
+            f"α {alpha}, acceptance length implied {latest[MONITOR]:.2f}{decoded}, "
+            f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s",
+            highlight=False,
+        )

@@ -1,0 +1,340 @@
+"""The Lightning module: one training step of heads on a frozen base, validation, and the real acceptance length.
+
+Knows: how base, heads, losses and decoding engine meet in a step, and which numbers come out under which key.
+Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.cli`, `train.run`).
+
+Metric keys: `train/…`, `val/…` (teacher-forced) and `decode/…` (measured by decoding); `…/1` to `…/K` by draft position.
+Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
+"""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor
+
+from decode import Decoder
+from decode.prompts import read_prompts
+from decode.stats import DecodeStats
+from mtp.base import FrozenBase
+from mtp.config import HeadsConfig, HeadsOptions
+from mtp.errors import UserError
+from mtp.heads import Heads
+from mtp.initialise import new_heads
+from mtp.losses import DraftSums, LossOptions, draft_sums
+from mtp.metrics import implied_accept_len
+from mtp.targets import pad_for_drafts, plan_targets
+from mtp.vocab import build_draft_vocab, coverage, vocab_hash
+from train.data import ChatDataModule
+from train.loader import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """The base to train on.
+
+    Args:
+        name: an embedded base (`smollm2-135m`), a local transformers folder, a `.gguf` file, or a Hub id.
+        revision: of a Hub id; null is its default branch.
+        dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU and the checkpoint's own elsewhere.
+        trust_remote_code: run code that a Hub repository brings with it. Leave it off unless you have read that code.
+    """
+
+    name: str = "smollm2-135m"
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with linear warm-up and a cosine to `final_lr_share` of the peak.
+
+    Args:
+        lr: peak learning rate.
+        betas: of AdamW.
+        weight_decay: of AdamW, on matrices only.
+        warmup: share of all optimiser steps that the warm-up takes.
+        final_lr_share: learning rate after the last step, as a share of `lr`.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float = 0.04
+    final_lr_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, good in (("lr", self.lr > 0), ("warmup", 0 <= self.warmup < 1)):
+            if not good:
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}; lr is above 0, warmup from 0 to below 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """Really decoding a few prompts at every validation.
+
+    Args:
+        prompts: JSONL with `prompt`, `messages` or `turns`; null turns this off.
+        limit: how many of them.
+        max_new_tokens: per prompt.
+        temperature: 0 is greedy.
+        seed: of the draws.
+    """
+
+    prompts: str | None = None
+    limit: int = 4
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def learning_rate_share(step: int, total: int, options: OptimizerOptions) -> float:
+    """Learning rate after `step` of `total` optimiser steps, as a share of its peak."""
+    warmup = math.ceil(options.warmup * total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return options.final_lr_share + (1 - options.final_lr_share) * cosine
+
+
+class HeadsModule(lightning.LightningModule):
+    """Trains heads; the base is attached, frozen, and never part of a checkpoint.
+
+    Call `attach` with the loaded base before `fit`. Heads are built in `setup`, when the data for the draft vocabulary
+    are there.
+
+    Args:
+        base: The base to train on.
+        heads: The heads to train.
+        loss: The objective.
+        optimizer: The optimiser and its schedule.
+        decode: Decoding at every validation.
+    """
+
+    def __init__(
+        self,
+        base: BaseOptions = BaseOptions(),  # noqa: B008  frozen, and its fields are the schema's defaults
+        heads: HeadsOptions = HeadsOptions(),  # noqa: B008
+        loss: LossOptions = LossOptions(),  # noqa: B008
+        optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
+        decode: DecodeOptions = DecodeOptions(),  # noqa: B008
+    ) -> None:
+        super().__init__()
+        self.base_options, self.heads_options = base, heads
+        self.loss_options, self.optimizer_options, self.decode_options = loss, optimizer, decode
+        self._base: FrozenBase | None = None
+        self.heads: Heads | None = None
+        self.vocab_coverage = 1.0
+        self._prompts = read_prompts(Path(decode.prompts), decode.limit) if decode.prompts else []
+        self._step_positions: Tensor | float = 0.0
+        self._window: DraftSums | None = None
+        self._validation: DraftSums | None = None
+        self._tokens, self._since = 0.0, time.monotonic()
+
+    # ---- set up ------------------------------------------------------------------------------------------------------
+
+    def attach(self, base: FrozenBase) -> None:
+        """Give the module its base. It is not a submodule: checkpoints and optimiser never see it."""
+        self._base = base
+
+    @property
+    def base(self) -> FrozenBase:
+        assert self._base is not None, "attach() a base first"
+        return self._base
+
+    @property
+    def trained(self) -> Heads:
+        assert self.heads is not None, "setup() builds the heads"
+        return self.heads
+
+    def setup(self, stage: str) -> None:
+        self.base.to(self.trainer.strategy.root_device)
+        if self.heads is None:
+            self.heads = new_heads(self.heads_options, self.base, self._draft_vocab())
+
+    def _draft_vocab(self) -> Tensor | None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, ChatDataModule)
+        size = self.heads_options.draft_vocab_size
+        if size is None:
+            return None
+        counts = data.supervised_counts(self.base.vocab_size)
+        keep = {*self.base.eos_token_ids, *getattr(self.base.tokenizer, "all_special_ids", [])}
+        ids = build_draft_vocab(counts, size, keep)
+        self.vocab_coverage = coverage(counts, ids)
+        return ids
+
+    def configure_optimizers(self) -> Any:
+        options, total = self.optimizer_options, int(self.trainer.estimated_stepping_batches)
+        parameters = list(self.trained.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, total, options))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def draft_sums(self, batch: Batch) -> DraftSums:
+        """Objective and acceptance statistics of one batch, as sums over its supervised positions.
+
+        Right padding needs no mask: the base is causal and no supervised position comes after padding.
+        """
+        heads, tokens = self.trained, batch["tokens"]
+        plan = plan_targets(tokens, batch["supervised"], heads.config.draft_length)
+        output = self.base.forward(tokens, feature_layers=heads.config.feature_layers)
+        hidden = heads.unroll(output.features, pad_for_drafts(tokens, heads.config.draft_length), plan.anchors)
+        flat = output.hidden.flatten(0, 1)
+        return draft_sums(
+            hidden, plan, heads.project, lambda rows: self.base.logits(flat[rows]), heads.draft_ids, self.loss_options
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The objective as a sum. `on_before_optimizer_step` divides the gradient by the positions of all batches that
+        went into the step, so that batch size, padding, accumulation and ranks do not change it."""
+        sums = self.draft_sums(batch)
+        seen = sums.detached()
+        self._step_positions = self._step_positions + seen.positions
+        self._window = seen if self._window is None else self._window + seen
+        self._tokens += float(batch["attention_mask"].sum())
+        return sums.total * self.trainer.accumulate_grad_batches  # Lightning divides by it
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        strategy = self.trainer.strategy
+        positions = strategy.reduce(torch.as_tensor(self._step_positions, device=self.device), reduce_op="sum")
+        scale = float(self.trainer.world_size / torch.as_tensor(positions).clamp(min=1))  # ranks average gradients
+        for parameter in self.trained.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        self._step_positions = 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        step, every = self.trainer.global_step, self.trainer.log_every_n_steps
+        stepped = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
+        if self._window is None or not stepped or step % every:
+            return
+        metrics = summarise(self._reduced(self._window), "train")
+        metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        metrics["train/tokens_per_s"] = self._tokens / max(1e-9, time.monotonic() - self._since)
+        self._report(metrics)
+        self.log("loss", metrics["train/loss"], prog_bar=True, logger=False)
+        self.log("tok/s", metrics["train/tokens_per_s"], prog_bar=True, logger=False)
+        self._restart_window()
+
+    def _restart_window(self) -> None:
+        self._window, self._tokens, self._since = None, 0.0, time.monotonic()
+
+    # ---- validation --------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        sums = self.draft_sums(batch).detached()
+        self._validation = sums if self._validation is None else self._validation + sums
+
+    def on_validation_epoch_end(self) -> None:
+        if self._validation is None:
+            return
+        metrics = summarise(self._reduced(self._validation), "val")
+        metrics["val/draft_vocab_coverage"] = self.vocab_coverage
+        self._validation = None
+        if self._prompts:
+            metrics |= decode_metrics(self.decode())
+        self._report(metrics)
+        for key in ("val/accept_len_implied", "val/loss", "decode/accept_len"):
+            if key in metrics:
+                self.log(key, metrics[key], logger=False)
+        self._since = time.monotonic()
+        self._tokens = 0.0
+
+    def decode(self) -> DecodeStats:
+        """Decode the validation prompts with the engine that users decode with."""
+        options, decoder = self.decode_options, Decoder(self.base, self.trained)
+        total: DecodeStats | None = None
+        for prompt in self._prompts:
+            stats = decoder.generate(
+                prompt,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                seed=options.seed,
+            ).stats
+            if total is None:
+                total = stats
+            else:
+                total.merge(stats)
+        assert total is not None
+        return total
+
+    def _reduced(self, sums: DraftSums) -> DraftSums:
+        """Sums over all ranks."""
+        reduce = self.trainer.strategy.reduce
+        return DraftSums(*(torch.as_tensor(reduce(value, reduce_op="sum")) for value in vars(sums).values()))
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        """Send metrics to every logger at the current optimiser step, and keep them for callbacks."""
+        self.latest = {**getattr(self, "latest", {}), **metrics}
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=self.trainer.global_step)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["heads_config"] = self.trained.config.to_json()
+        checkpoint["torch_rng"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the draft vocabulary of the checkpoint; refuse heads of another shape or another base."""
+        saved = HeadsConfig.from_json(checkpoint["heads_config"], "--ckpt_path")
+        ours = self.trained.config
+        base = replace(
+            ours.base, name=saved.base.name, revision=saved.base.revision
+        )  # the fingerprint tells them apart
+        if replace(saved, draft_vocab_hash=None) != replace(ours, draft_vocab_hash=None, base=base):
+            raise UserError(
+                "--ckpt_path holds heads of another configuration or base than the config file; resume with the config "
+                "the run was started with (config.yaml in its folder), or start a new run."
+            )
+        ids = checkpoint["state_dict"].get("heads.draft_ids")
+        if ids is not None and vocab_hash(ids) != saved.draft_vocab_hash:
+            raise UserError(
+                "--ckpt_path has a draft vocabulary that does not match its own hash; use another checkpoint."
+            )
+        self.trained.config = replace(ours, draft_vocab_hash=saved.draft_vocab_hash)
+        torch.set_rng_state(checkpoint["torch_rng"].cpu())
+
+    def on_train_start(self) -> None:
+        # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
+        self.trained.bind(self.base.embedding, self.base.output_matrix)
+        self._restart_window()
+
+
+def summarise(sums: DraftSums, prefix: str) -> dict[str, float]:
+    """Metrics from sums: loss, and per draft position loss, alpha, greedy agreement and p(argmax q)."""
+    count = sums.count.clamp(min=1)
+    alpha = (sums.alpha / count).tolist()
+    metrics = {
+        f"{prefix}/loss": float(sums.total / sums.positions.clamp(min=1)),
+        f"{prefix}/accept_len_implied": implied_accept_len(alpha),
+        f"{prefix}/accept_len_implied_greedy": implied_accept_len((sums.greedy / count).tolist()),
+    }
+    for name in ("loss", "alpha", "greedy", "top_mass"):
+        values = (getattr(sums, name) / count).tolist()
+        metrics |= {f"{prefix}/{name}/{k}": value for k, value in enumerate(values, 1)}
+    return metrics
+
+
+def decode_metrics(stats: DecodeStats) -> dict[str, float]:
+    """Metrics of really decoding."""
+    metrics = {
+        "decode/accept_len": stats.accept_len,
+        "decode/tok_per_s": stats.committed / max(1e-9, stats.total_seconds),
+    }
+    for name, values in (("accepted", stats.accepted_per_position), ("alpha", stats.alpha)):
+        metrics |= {f"decode/{name}/{k}": value for k, value in enumerate(values, 1)}
+    return metrics
