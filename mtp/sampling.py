@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtp.errors import UserError
 
+_TOP_P_CANDIDATES = 1024
 _SMALLEST_UNIFORM = 2.0**-54  # below every other value of a 53-bit uniform; keeps the interval open at zero
 
 
@@ -89,12 +90,16 @@ def _keep_top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """A token stays when the mass before it, in falling order, is below `top_p`; the first always stays."""
-    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
-    mass = ordered.softmax(dim=-1)
-    drop = (mass.cumsum(dim=-1) - mass) >= top_p
-    drop[..., 0] = False
-    return scores.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), -math.inf)
+    """A token stays when the mass before it, in falling order, is below `top_p`; so the first always stays."""
+    mass, vocab = scores.softmax(dim=-1), scores.shape[-1]
+    for width in (min(_TOP_P_CANDIDATES, vocab), vocab):
+        ordered, index = mass.topk(width, dim=-1)
+        before = ordered.cumsum(dim=-1) - ordered
+        # Once the last candidate falls, all tokens behind it do: sorting the whole vocabulary is rarely needed.
+        if width == vocab or bool((before[..., -1] >= top_p).all()):
+            break
+    keep = torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, index, before < top_p)
+    return scores.masked_fill(~keep, -math.inf)
 
 
 class RandomSource:

@@ -1,0 +1,60 @@
+"""Prompt files: one JSON object per line, holding `prompt`, `messages` or `turns`.
+
+Knows: the three forms and how to name a bad line. Refuses to know tokenizers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from decode.text import Prompt
+from mtp.errors import UserError
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSONL file, at most `limit` of them; blank lines are skipped.
+
+    Of `turns`, a list of user messages, the first is used. UserError with file and line number on a line that is none
+    of the forms, and on a file without prompts.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit is {limit}; use at least 1, or leave it out for all prompts.")
+    if not path.is_file():
+        raise UserError(f"--prompts {path} is not a file; name a JSONL file with a prompt per line.")
+    prompts: list[Prompt] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if len(prompts) == limit:
+                break
+            if line.strip():
+                prompts.append(_parse(line, f"--prompts {path}, line {number}"))
+    if not prompts:
+        raise UserError(f'--prompts {path} has no prompts; give at least one line such as {{"prompt": "Hello"}}.')
+    return prompts
+
+
+def _parse(line: bytes, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # JSON syntax and UTF-8 alike
+        raise UserError(f"{where} is not JSON ({error}); correct or remove the line.") from None
+    record = record if isinstance(record, dict) else {}
+    if _is_text(record.get("prompt")):
+        return str(record["prompt"])
+    turns, messages = record.get("turns"), record.get("messages")
+    if isinstance(turns, list) and turns and _is_text(turns[0]):
+        return str(turns[0])
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return [{"role": message["role"], "content": message["content"]} for message in messages]
+    raise UserError(
+        f"{where} has no usable prompt; it must hold one of: prompt (text), messages (list of role and content), "
+        "turns (list of texts)."
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)

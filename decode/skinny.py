@@ -1,0 +1,41 @@
+"""Forwards with few rows on the CPU, their products computed the fast way round.
+
+Knows: how to give every `nn.Linear` of a base the product of `mtp.output.project`, for the length of a `with` block.
+Refuses to change anything but the order of summation: results differ by rounding only.
+
+Shapes: B batch, T position.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mtp.output import project
+
+MAX_ROWS = 16
+
+
+class SkinnyProducts(TorchFunctionMode):
+    """Inside `with SkinnyProducts():`, `F.linear` is `mtp.output.project`, which is faster for 2 to 16 float32 rows."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.linear and not kwargs:
+            hidden, matrix, *bias = args
+            return project(hidden, matrix, bias[0] if bias else None)
+        return func(*args, **(kwargs or {}))
+
+
+def fast_products(tokens: Tensor) -> AbstractContextManager[object]:
+    """The context for a forward over tokens [B, T]: `SkinnyProducts` where their number can profit, else nothing."""
+    profits = tokens.device.type == "cpu" and 2 <= tokens.numel() <= MAX_ROWS
+    return SkinnyProducts() if profits else nullcontext()

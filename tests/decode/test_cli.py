@@ -1,0 +1,236 @@
+"""`mtp-decode` through `main`: what it prints, its JSON, its exit codes, and every kind of bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import cli
+from decode.cli import main
+from mtp.config import HeadsOptions
+from mtp.hub import save_heads
+from mtp.initialise import new_heads
+from tests.tiny import CONTEXT, tiny_base
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    base = tiny_base("llama", folder)
+    torch.manual_seed(0)
+    save_heads(new_heads(HeadsOptions(draft_length=3), base), folder / "heads")
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [{"prompt": "the user"}, {"turns": ["what is it?", "and?"]}, {"messages": messages}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "hi " * CONTEXT}))
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    code = main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def document(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    code, out, _ = run(capsys, *args, "--json")
+    assert code == 0
+    parsed: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return parsed
+
+
+def test_generate_prints_text_and_then_statistics(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("generate", "--heads", folder / "heads", "--prompt", "the user", "--max-new-tokens", 12)
+    code, out, err = run(capsys, *args)
+    report = document(capsys, *args)
+    assert code == 0
+    assert out == report["results"][0]["text"] + "\n"
+    assert "acceptance length" in err
+    assert "K = 3, greedy" in err
+
+
+def test_generate_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(
+        capsys, "generate", "--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 9,
+        "--temperature", 1, "--seed", 4, "--draft-length", 2,
+    )  # fmt: skip
+    assert (report["num_prompts"], report["draft_length"], report["verify"]) == (3, 2, "token")
+    assert len(report["accepted_per_position"]) == len(report["alpha"]) == 2
+    assert set(report["seconds"]) == {"prefill", "draft", "verify", "other"}
+    assert report["committed"] == sum(len(result["token_ids"]) for result in report["results"])
+    assert report["accept_len"] == pytest.approx(report["committed"] / report["steps"])
+    for result in report["results"]:
+        assert result["finish_reason"] in {"eos", "length"}
+        assert result["stats"]["committed"] == len(result["token_ids"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--temperature", "1", "--seed", "1"],
+        ["--temperature", "1", "--seed", "2", "--top-k", "2"],
+        ["--temperature", "1", "--seed", "1", "--top-p", "0.2"],
+        ["--temperature", "1", "--seed", "1", "--min-p", "0.9"],
+        ["--temperature", "1", "--seed", "2"],
+        ["--no-chat"],
+        ["--max-new-tokens", "3"],
+        ["--stop", "x", "6", "--stop", "a"],
+        ["--dtype", "bfloat16"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_every_flag_changes_something(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    args = ["generate", "--heads", folder / "heads", "--prompt", "the user"]
+    plain = document(capsys, *args, "--max-new-tokens", 16)
+    changed = document(capsys, *args, *([] if "--max-new-tokens" in flags else ["--max-new-tokens", 16]), *flags)
+    if "--dtype" in flags:
+        assert (plain["dtype"], changed["dtype"]) == ("float32", "bfloat16")
+    else:
+        assert plain["results"][0]["token_ids"] != changed["results"][0]["token_ids"]
+    if "--stop" in flags:
+        assert changed["results"][0]["finish_reason"] == "stop"
+
+
+def test_limit_and_base(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(
+        capsys, "generate", "--base", folder / "llama-0", "--prompts", folder / "prompts.jsonl", "--limit", 2,
+        "--max-new-tokens", 3, "--device", "cpu",
+    )  # fmt: skip
+    assert (report["num_prompts"], report["heads"], report["draft_length"]) == (2, None, 0)
+    assert report["accept_len"] == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_bench_json(folder: Path, capsys: pytest.CaptureFixture[str], temperature: int) -> None:
+    report = document(
+        capsys, "bench", "--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 6,
+        "--temperature", temperature, "--top-p", 0.9, "--draft-length", 2,
+    )  # fmt: skip
+    ours, plain, theirs = report["results"]
+    assert [ours["name"], plain["name"], theirs["name"]] == ["mtp", "plain", "transformers"]
+    assert set(report["ratios"]) == {"plain", "transformers"}
+    assert report["ratios"]["plain"] == pytest.approx(ours["tok_per_s"] / plain["tok_per_s"])
+    assert (report["draft_length"], report["num_prompts"], report["dtype"]) == (2, 3, "float32")
+    assert report["verify"] == ("token" if temperature else "greedy")
+    assert len(ours["accepted_per_position"]) == len(ours["alpha"]) == 2
+    assert plain["accept_len"] == 1.0
+    assert plain["steps"] == plain["tokens"]
+    assert set(report["versions"]) == {"torch", "transformers", "mtp"}
+    for side in report["results"]:
+        assert side["tok_per_s"] == pytest.approx(side["tokens"] / side["wall_seconds"])
+    for side in (ours, plain):
+        assert sum(side["seconds"].values()) == pytest.approx(side["wall_seconds"])
+    if not temperature:
+        assert ours["tokens"] == plain["tokens"] == theirs["tokens"]
+
+
+def test_bench_table_and_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("bench", "--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 2)
+    code, out, _ = run(capsys, *args, "--against", "plain")
+    assert code == 0
+    assert "plain" in out
+    assert "transformers" not in out
+
+
+def heads_with(folder: Path, name: str, old: str, new: str) -> Path:
+    """A copy of the heads with an edited config.json."""
+    copy = folder / name
+    copy.mkdir(exist_ok=True)
+    (copy / "model.safetensors").write_bytes((folder / "heads" / "model.safetensors").read_bytes())
+    (copy / "config.json").write_text((folder / "heads" / "config.json").read_text().replace(old, new))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "command"),
+        (["generat"], "generat"),
+        (["generate", "--heads", "{}/heads"], "--prompt TEXT or --prompts FILE"),
+        (["generate", "--prompt", "a"], "neither --heads nor --base"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--prompts", "{}/prompts.jsonl"], "given twice"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--limit", "1"], "--limit is 1"),
+        (["generate", "--heads", "{}/heads", "--prompts", "{}/bad.jsonl"], "bad.jsonl, line 2"),
+        (["generate", "--heads", "{}/heads", "--prompts", "{}/none.jsonl"], "none.jsonl"),
+        (["generate", "--heads", "{}/heads", "--prompts", "{}/long.jsonl"], "shorten the prompt"),
+        (["generate", "--heads", "{}/missing", "--prompt", "a"], "missing"),
+        (["generate", "--heads", "{}/heads", "--base", "{}/nothing", "--prompt", "a"], "nothing"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--draft-length", "9"], "--draft-length is 9"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--temperature", "-1"], "--temperature"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--top-k", "x"], "top_k"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--device", "abacus"], "abacus"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--dtype", "float8"], "float8"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--unknown", "1"], "--unknown"),
+        (["generate", "--heads", "{}/heads", "--prompt", "", "--no-chat"], "no tokens"),
+        (["bench", "--prompts", "{}/prompts.jsonl"], "--heads is missing"),
+        (["bench", "--heads", "{}/heads"], "--prompts FILE"),
+        (["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--against", "x,y"], "--against has 'x'"),
+        (["bench", "--heads", "{}/heads", "--prompts", "{}/long.jsonl"], "shorten the prompt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_and_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *[arg.replace("{}", str(folder)) for arg in args])
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_foreign_and_damaged_heads(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny_base("llama", tmp_path, seed=1)
+    damaged = heads_with(folder, "damaged", "", "")
+    weights = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    unknown = heads_with(folder, "unknown", '"kind"', '"kin"')
+    for heads, base, message in [
+        (folder / "heads", tmp_path / "llama-1", "other weights"),
+        (damaged, folder / "llama-0", "model.safetensors"),
+        (unknown, folder / "llama-0", "kin"),
+    ]:
+        code, _, err = run(capsys, "generate", "--heads", heads, "--base", base, "--prompt", "a")
+        assert code == 2
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert message in err
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "generate", interrupted)
+    assert run(capsys, "generate", "--prompt", "a")[0] == 130
+
+
+def test_faults_of_the_software_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setitem(cli.COMMANDS, "generate", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(["generate", "--prompt", "a"])
+
+
+@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["bench", "--help"]])
+def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *args)
+    assert code == 0
+    assert "usage: " in out
+
+
+def test_module_is_a_door() -> None:
+    done = subprocess.run([sys.executable, "-m", "decode", "generate"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: prompts are missing")

@@ -1,0 +1,204 @@
+"""A table-driven base and drafter, and a random source that visits every outcome."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from decode.engine import Engine, effective_rule
+from decode.stats import DecodeStats
+from decode.stopping import Stopping, room
+from decode.target import BaseTarget, TargetOutput
+from mtp.base import FrozenBase
+from mtp.sampling import RandomSource, SamplingConfig
+
+PLAIN = SamplingConfig(temperature=1.0)
+
+
+def table(seed: int, vocab: int = 3, sharpness: float = 1.0) -> Tensor:
+    """float64 logits [V, V, V] of an order-2 Markov chain: row [a, b] is the law of the token after a, b."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
+
+
+class TableTarget:
+    """`Target` whose logits come from a table; its cache is the list of tokens it was fed."""
+
+    def __init__(self, logits: Tensor, context_length: int = 10_000) -> None:
+        self.logits = logits
+        self.context_length = context_length
+        self.device = torch.device("cpu")
+        self.tokens: list[int] = []
+        self.forwards: list[int] = []
+
+    def start(self, feature_layers: tuple[int, ...]) -> None:
+        self.tokens = []
+        self.forwards = []
+
+    def row(self, length: int) -> Tensor:
+        """Logits after the first `length` tokens; position 0 counts as following a 0."""
+        return self.logits[([0, *self.tokens])[length - 1], self.tokens[length - 1]]
+
+    def forward(self, tokens: Tensor, num_logits: int) -> TargetOutput:
+        seen = len(self.tokens)
+        self.tokens += tokens[0].tolist()
+        self.forwards.append(tokens.shape[1])
+        assert len(self.tokens) <= self.context_length
+        rows = [self.row(length) for length in range(len(self.tokens) - num_logits + 1, len(self.tokens) + 1)]
+        logits = torch.stack(rows)[None] if rows else self.logits.new_zeros(1, 0, self.logits.shape[-1])
+        features = torch.arange(seen, len(self.tokens), dtype=torch.float64)[None, :, None]
+        return TargetOutput(logits, features)
+
+    def rollback(self, length: int) -> None:
+        assert length <= len(self.tokens)
+        del self.tokens[length:]
+
+
+class TableDrafter:
+    """`Drafter` over a table; checks that every anchor is ingested once and in order."""
+
+    def __init__(self, logits: Tensor, max_draft_length: int = 3, draft_ids: Tensor | None = None) -> None:
+        self.logits = logits
+        self.max_draft_length = max_draft_length
+        self.feature_layers = (0,)
+        self.draft_ids = draft_ids
+        self.committed: list[int] = []
+        self.drafts: list[int] = []
+
+    def start(self, prompt: Tensor) -> None:
+        self.committed = prompt[0, :1].tolist()
+        self.drafts = []
+
+    def ingest(self, features: Tensor, next_tokens: Tensor) -> None:
+        first = len(self.committed) - 1
+        assert features[0, :, 0].tolist() == list(range(first, first + next_tokens.shape[1]))
+        self.committed += next_tokens[0].tolist()
+        self.drafts = []
+
+    def draft(self, k: int, previous: Tensor) -> Tensor:
+        if k > 1:
+            self.drafts.append(int(previous))
+        assert len(self.drafts) == k - 1
+        context = [0, *self.committed, *self.drafts]
+        assert context[-1] == int(previous)
+        row = self.logits[context[-2], context[-1]]
+        return (row if self.draft_ids is None else row[self.draft_ids])[None]
+
+
+class Branching(RandomSource):
+    """Replays a prescribed outcome of each draw, then takes the first possible one; notes probabilities and options."""
+
+    def __init__(self, prescribed: list[int]) -> None:
+        super().__init__(0)
+        self.prescribed = prescribed
+        self.taken: list[int] = []
+        self.options: list[int] = []
+        self.probability = 1.0
+
+    def _choose(self, weights: list[float]) -> int:
+        """One of the outcomes with positive weight; weights sum to 1."""
+        possible = [outcome for outcome, weight in enumerate(weights) if weight > 0]
+        index = self.prescribed[len(self.taken)] if len(self.taken) < len(self.prescribed) else 0
+        self.taken.append(index)
+        self.options.append(len(possible))
+        self.probability *= weights[possible[index]]
+        return possible[index]
+
+    def bernoulli(self, prob: Tensor) -> Tensor:
+        outcomes = [bool(self._choose([1 - value, value])) for value in prob.flatten().tolist()]
+        return torch.tensor(outcomes, dtype=torch.bool).reshape(prob.shape)
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        rows = probs.double().reshape(-1, probs.shape[-1])
+        rows = rows / rows.sum(dim=-1, keepdim=True)
+        ids = [self._choose(row) if row[0] == row[0] else 0 for row in rows.tolist()]  # no mass: 0, as the real one
+        return torch.tensor(ids).reshape(probs.shape[:-1])
+
+
+def walk(run: Callable[[RandomSource], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The law of what `run` returns, over all outcomes of its draws."""
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    prescribed: list[int] | None = []
+    while prescribed is not None:
+        random = Branching(prescribed)
+        law[run(random)] += random.probability
+        prescribed = _next_branch(random)
+    return law
+
+
+def _next_branch(random: Branching) -> list[int] | None:
+    for depth in reversed(range(len(random.taken))):
+        if random.taken[depth] + 1 < random.options[depth]:
+            return [*random.taken[:depth], random.taken[depth] + 1]
+    return None
+
+
+def decode(
+    engine: Engine,
+    prompt: list[int],
+    new_tokens: int,
+    draft_length: int,
+    *,
+    sampling: SamplingConfig = PLAIN,
+    random: RandomSource | None = None,
+    eos: tuple[int, ...] = (),
+) -> tuple[tuple[int, ...], DecodeStats]:
+    """The engine's tokens and statistics."""
+    stats = DecodeStats(effective_rule(sampling), draft_length)
+    stopping = Stopping(room(len(prompt), engine.target.context_length, new_tokens), eos)
+    steps = engine.run(prompt, sampling=sampling, stopping=stopping, random=random or RandomSource(0), stats=stats)
+    return tuple(token for step in steps for token in step.tokens), stats
+
+
+def true_law(p: Tensor, prompt: list[int], new_tokens: int, eos: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+    """Texts and their probability as products of p [V, V, V] (probabilities), cut after an end-of-sequence id."""
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    for tokens in product(range(p.shape[0]), repeat=new_tokens):
+        context = [0, *prompt, *tokens]
+        ends = [index for index, token in enumerate(tokens) if token in eos]
+        chance = 1.0
+        for index in range(len(prompt), len(prompt) + new_tokens):
+            chance *= float(p[context[index - 1], context[index], context[index + 1]])
+        law[tokens[: ends[0] + 1] if ends else tokens] += chance
+    return law
+
+
+def total_variation(law: dict[tuple[int, ...], float], truth: dict[tuple[int, ...], float]) -> float:
+    keys = law.keys() | truth.keys()
+    return 0.5 * sum(abs(law.get(key, 0.0) - truth.get(key, 0.0)) for key in keys)
+
+
+class BaseDrafter:
+    """A drafter that is the base itself, with a cache of its own. `disturb` changes its logits [1, V]."""
+
+    draft_ids = None
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self, base: FrozenBase, max_draft_length: int = 3, disturb: Callable[[Tensor], Tensor] = lambda logits: logits
+    ) -> None:
+        self.max_draft_length = max_draft_length
+        self.disturb = disturb
+        self.target = BaseTarget(base)
+
+    def start(self, prompt: Tensor) -> None:
+        self.target.start(())
+        self.seen = self.drafted = 0
+        self.pending = prompt[:, :1]
+
+    def ingest(self, features: Tensor, next_tokens: Tensor) -> None:
+        self.target.rollback(self.seen)
+        self.pending = torch.cat([self.pending, next_tokens], dim=1)
+        self.drafted = 0
+
+    def draft(self, k: int, previous: Tensor) -> Tensor:
+        if k == 1:
+            output = self.target.forward(self.pending, 1)
+            self.seen += self.pending.shape[1]
+            self.pending = self.pending[:, :0]
+        else:
+            output = self.target.forward(previous[:, None], 1)
+        self.drafted = k
+        return self.disturb(output.logits[:, -1])

@@ -1,0 +1,192 @@
+"""One road from logits to probabilities, and a random source without surprises.
+
+Statistical checks state their false-alarm rate; the draws are seeded, so a check that passes once passes always.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from mtp.errors import UserError
+from mtp.sampling import RandomSource, SamplingConfig, finite_rows, to_probs
+
+VOCAB = 40
+
+
+def reference(logits: torch.Tensor, config: SamplingConfig) -> torch.Tensor:
+    """The processors of transformers in their order."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(config.temperature)])
+    if config.top_k:
+        chain.append(TopKLogitsWarper(config.top_k))
+    if config.top_p < 1:
+        chain.append(TopPLogitsWarper(config.top_p))
+    if config.min_p:
+        chain.append(MinPLogitsWarper(config.min_p))
+    return chain(torch.zeros(len(logits), 1, dtype=torch.long), logits).softmax(dim=-1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, VOCAB, 10 * VOCAB]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_probabilities_are_those_of_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    torch.testing.assert_close(to_probs(logits, config), reference(logits, config), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 50.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.95])
+def test_top_p_of_a_large_vocabulary(temperature: float, top_p: float) -> None:
+    """Sharp rows are cut among the first candidates, flat ones need the whole vocabulary."""
+    logits = torch.randn(2, 5_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+    config = SamplingConfig(temperature=temperature, top_p=top_p)
+    torch.testing.assert_close(to_probs(logits, config), reference(logits, config))
+
+
+def test_temperature_zero_is_one_hot_on_the_maximum() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, -math.inf, 0.0]])
+    assert to_probs(logits, SamplingConfig()).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+def test_precision_is_float32_or_better() -> None:
+    for given_dtype, wanted in [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ]:
+        for temperature in (0.0, 1.0):
+            probs = to_probs(torch.zeros(2, 4, dtype=given_dtype), SamplingConfig(temperature=temperature))
+            assert probs.dtype == wanted
+
+
+def test_half_precision_logits_keep_small_probabilities() -> None:
+    """A probability of 1e-9 is 0 in half precision; the ratio of two such must survive."""
+    logits = torch.tensor([0.0, math.log(1e-9)], dtype=torch.float16)
+    small = float(to_probs(logits, SamplingConfig(temperature=1.0))[1])
+    assert small == pytest.approx(1e-9, rel=0.02)
+
+
+def test_tiny_temperature_does_not_overflow() -> None:
+    probs = to_probs(torch.tensor([[100.0, 50.0, -80.0]]), SamplingConfig(temperature=1e-38))
+    assert probs.tolist() == [[1, 0, 0]]
+
+
+def test_masked_tokens_stay_impossible() -> None:
+    logits = torch.tensor([[1.0, -math.inf, 0.5]])
+    for config in (
+        SamplingConfig(temperature=1.0),
+        SamplingConfig(temperature=2.0, top_k=3),
+        SamplingConfig(temperature=1.0, top_p=0.999),
+    ):
+        assert to_probs(logits, config)[0, 1] == 0
+
+
+def test_finite_rows() -> None:
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor([[0.0, 1.0], [0.0, -inf], [nan, 0.0], [inf, 0.0], [-inf, -inf], [-inf, nan]])
+    assert finite_rows(rows).tolist() == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(option: str, value: float) -> None:
+    with pytest.raises(UserError, match="--" + option.replace("_", "-")) as error:
+        SamplingConfig(**{option: value})
+    assert str(value) in str(error.value)
+
+
+def test_uniform_is_open_and_repeatable() -> None:
+    draws = RandomSource(3).uniform((4, 50_000))
+    assert draws.dtype == torch.float64
+    assert 0 < float(draws.min()) < float(draws.max()) < 1
+    assert torch.equal(draws, RandomSource(3).uniform((4, 50_000)))
+    assert not torch.equal(draws, RandomSource(4).uniform((4, 50_000)))
+    assert not torch.equal(RandomSource().uniform((8,)), RandomSource().uniform((8,)))
+
+
+class Fixed(RandomSource):
+    """Gives the same number for every draw."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(0)
+        self.value = value
+
+    def uniform(self, shape: object) -> torch.Tensor:
+        return torch.full(tuple(shape), self.value, dtype=torch.float64)  # type: ignore[call-overload]
+
+
+def test_uniform_never_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape, dtype=torch.float64))
+    assert float(RandomSource(0).uniform((1,))) > 0
+
+
+def test_bernoulli_is_strict() -> None:
+    """With `<=`, a draw of exactly 0 would accept a token that the base forbids."""
+    prob = torch.tensor([0.0, 1e-300, 0.5, 1.0], dtype=torch.float64)
+    assert Fixed(0.0).bernoulli(prob).tolist() == [False, True, True, True]
+    assert Fixed(0.5).bernoulli(prob).tolist() == [False, False, False, True]
+    assert Fixed(0.5).bernoulli(torch.tensor([math.nan])).tolist() == [False]
+
+
+@pytest.mark.parametrize("draw", [2.0**-54, 0.25, 0.5, 0.75, 1 - 2.0**-53])
+def test_categorical_never_gives_an_impossible_token(draw: float) -> None:
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1e-30]])
+    ids = Fixed(draw).categorical(probs)
+    assert (probs.gather(1, ids[:, None]) > 0).all()
+
+
+def test_categorical_follows_unnormalised_weights() -> None:
+    """Chi-square with 3 degrees of freedom over 200,000 draws; 16.27 is passed by chance once in 1,000 seeds."""
+    weights = torch.tensor([0.2, 0.0, 0.6, 1.0, 0.2])
+    count = 200_000
+    ids = RandomSource(5).categorical(weights.expand(count, -1))
+    seen = torch.bincount(ids, minlength=5).double()
+    expected = weights.double() / weights.sum() * count
+    assert seen[1] == 0
+
+    def chi_square(law: torch.Tensor) -> float:
+        possible = law > 0
+        return float(((seen - law)[possible] ** 2 / law[possible]).sum())
+
+    assert chi_square(expected) < 16.27
+    wrong = torch.tensor([0.22, 0.0, 0.6, 0.98, 0.2], dtype=torch.float64) / 2 * count
+    assert chi_square(wrong) > 16.27  # the negative control: off by 0.01 in two places
+
+
+def test_both_sides_take_the_same_draws() -> None:
+    """The same logits through the road of the base ([K, V]) and of a draft ([V]) give the same tokens, 1e5 times."""
+    logits = torch.randn(100_000, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    config = SamplingConfig(temperature=0.8, top_p=0.9)
+    together = RandomSource(1).categorical(to_probs(logits[None], config)[0])
+    apart = RandomSource(1).categorical(to_probs(logits.float(), config))
+    assert torch.equal(together, apart)
