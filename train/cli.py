@@ -39,6 +39,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
+    "check_val_every_n_epoch": None,  # val_check_interval counts batches across epochs
     "log_every_n_steps": 10,
     "gradient_clip_val": 1.0,
     "use_distributed_sampler": False,  # the loaders know their rank

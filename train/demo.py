@@ -23,7 +23,7 @@ from train.run import wandb_folder
 
 CONFIG = "configs/demo.yaml"
 TRAIN_PROMPTS, HELD_OUT = Path("configs/prompts/demo_train.jsonl"), Path("configs/prompts/demo_heldout.jsonl")
-ANSWERS = Path("runs/demo-answers.jsonl")
+SHIPPED, ANSWERS = "configs/data/demo_answers.jsonl", Path("runs/demo-answers.jsonl")
 FRESH_ANSWERS, FRESH_TOKENS = 16, 48  # enough to show it; the bulk of the answers ships with the project
 BENCH_PROMPTS, BENCH_TOKENS = 3, 48
 
@@ -45,10 +45,10 @@ def run(console: Console) -> dict[str, Any]:
     """All steps; returns the document of the last line."""
     console.rule("1  the base answers a few prompts")
     fresh = ["--prompts", str(TRAIN_PROMPTS), "--out", str(ANSWERS), "--limit", str(FRESH_ANSWERS)]
-    run_regenerate([*fresh, "--max-new-tokens", str(FRESH_TOKENS), "--batch-size", str(FRESH_ANSWERS)])
+    run_regenerate([*fresh, "--max-new-tokens", str(FRESH_TOKENS), "--batch-size", str(FRESH_ANSWERS), "--seed", "1"])
 
     console.rule("2  heads are trained on answers of the base")
-    folder = fit(["--config", CONFIG])
+    folder = fit(["--config", CONFIG, "--data.train", json.dumps([SHIPPED, str(ANSWERS)])])
 
     console.rule("3  a prompt the heads have never seen; drafted tokens are underlined")
     decoder = Decoder.from_pretrained(folder / "heads")
