@@ -49,8 +49,9 @@ class LossOptions:
 
 def position_weights(draft_length: int, decay: float) -> Tensor:
     """[K] weights proportional to decay^(k-1) that sum to one. EAGLE-3 and FastMTP weigh later positions less."""
-    weights: Tensor = torch.full((draft_length,), decay).cumprod(0)
-    return weights.div(weights.sum())
+    unscaled = torch.full((draft_length,), decay).cumprod(0)
+    weights: Tensor = torch.nn.functional.normalize(unscaled, p=1.0, dim=0)
+    return weights
 
 
 def kl_to_base(p: Tensor, log_q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every command and snippet of the README runs, in order, in a fresh folder; long ones are cut short, none is skipped."""
+"""Every command and snippet of the README runs, in order, in a fresh folder; long ones are cut short, none skipped."""
 
 import re
 import shlex

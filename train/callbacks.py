@@ -74,8 +74,8 @@ class ConsoleReport(lightning.Callback):
         alpha = " ".join(f"{latest[f'val/alpha/{k}']:.3f}" for k in range(1, count + 1))
         decoded = f", decoded {latest['decode/accept_len']:.2f}" if "decode/accept_len" in latest else ""
         self.console.print(
-            f"step {trainer.global_step}: loss {latest.get('train/loss', float('nan')):.3f} (val {latest['val/loss']:.3f}), "
-            f"α {alpha}, acceptance length implied {latest[MONITOR]:.2f}{decoded}, "
+            f"step {trainer.global_step}: loss {latest.get('train/loss', float('nan')):.3f} "
+            f"(val {latest['val/loss']:.3f}), α {alpha}, acceptance length implied {latest[MONITOR]:.2f}{decoded}, "
             f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s",
             highlight=False,
         )

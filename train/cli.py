@@ -255,8 +255,8 @@ def run_regenerate(arguments: list[str]) -> None:
     rate = report.tokens / max(1e-9, report.seconds)
     skipped = "".join(f", {n} skipped: {why}" for why, n in report.skipped.items())
     console.print(
-        f"{options.out}: {report.written} answers written, {report.found} already there{skipped}; {report.tokens} tokens, "
-        f"{rate:.0f} tokens/s",
+        f"{options.out}: {report.written} answers written, {report.found} already there{skipped}; "
+        f"{report.tokens} tokens, {rate:.0f} tokens/s",
         highlight=False,
         soft_wrap=True,
     )

@@ -50,7 +50,7 @@ def run(console: Console) -> dict[str, Any]:
     console.rule("2  heads are trained on answers of the base")
     folder = fit(["--config", CONFIG, "--data.train", json.dumps([SHIPPED, str(ANSWERS)])])
 
-    console.rule("3  a prompt the heads have never seen; drafted tokens are underlined")
+    console.rule("3  a prompt the heads have never seen; ⟦several tokens in one step⟧")
     decoder = Decoder.from_pretrained(folder / "heads")
     show_text(console, decoder, str(read_prompts(HELD_OUT, 1)[0]))
 
@@ -71,14 +71,16 @@ def run(console: Console) -> dict[str, Any]:
 
 
 def show_text(console: Console, decoder: Decoder, prompt: str) -> None:
-    """Stream one answer with the accepted drafts underlined."""
+    """Stream one answer; what a single step committed beyond one token stands between ⟦ and ⟧, and is underlined."""
     console.print(f"[bold]{prompt}[/bold]")
     stream = decoder.stream(prompt, max_new_tokens=BENCH_TOKENS)
     for piece in stream:
-        style = "underline" if sum(piece.drafted) else None
-        console.print(piece.text, end="", style=style, markup=False, soft_wrap=True)
+        several = len(piece.token_ids) > 1
+        text = f"⟦{piece.text}⟧" if several else piece.text
+        console.print(text, end="", style="underline" if several else None, markup=False, soft_wrap=True)
     stats = stream.stats
-    console.print(f"\n[dim]{stats.committed} tokens in {stats.steps} steps: acceptance length {stats.accept_len:.2f}[/dim]")
+    counts = f"{stats.committed} tokens in {stats.steps} steps"
+    console.print(f"\n[dim]{counts}: acceptance length {stats.accept_len:.2f}[/dim]")
 
 
 if __name__ == "__main__":

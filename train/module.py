@@ -3,7 +3,7 @@
 Knows: how base, heads, losses and decoding engine meet in a step, and which numbers come out under which key.
 Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.cli`, `train.run`).
 
-Metric keys: `train/…`, `val/…` (teacher-forced) and `decode/…` (measured by decoding); `…/1` to `…/K` by draft position.
+Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by decoding); `…/1` to `…/K` by draft position.
 Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 """
 
@@ -119,11 +119,11 @@ class HeadsModule(lightning.LightningModule):
 
     def __init__(
         self,
-        base: BaseOptions = BaseOptions(),  # noqa: B008  frozen, and its fields are the schema's defaults
+        base: BaseOptions = BaseOptions(),
         heads: HeadsOptions = HeadsOptions(),  # noqa: B008
         loss: LossOptions = LossOptions(),  # noqa: B008
-        optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
-        decode: DecodeOptions = DecodeOptions(),  # noqa: B008
+        optimizer: OptimizerOptions = OptimizerOptions(),
+        decode: DecodeOptions = DecodeOptions(),
     ) -> None:
         super().__init__()
         self.base_options, self.heads_options = base, heads

@@ -28,7 +28,8 @@ class Heads(nn.Module, ABC):
     """q: proposes K tokens from the base's features.
 
     Parameters are the trained part only. The base's input embedding and output matrix are lent by `bind` and are
-    neither parameters nor part of the saved weights. `draft_ids` [Vd] maps draft ids to base ids; None is the whole vocabulary.
+    neither parameters nor part of the saved weights. `draft_ids` [Vd] maps draft ids to base ids; None is the whole
+    vocabulary.
     """
 
     draft_ids: Tensor | None

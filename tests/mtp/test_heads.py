@@ -1,4 +1,4 @@
-"""Heads: training and decoding give the same logits, the parameters are the formula's, nothing leaks from rejected drafts."""
+"""Heads: training and decoding give the same logits, parameters are the formula's, rejected drafts leave nothing."""
 
 import pytest
 import torch

@@ -12,7 +12,8 @@ from mtp.initialise import describe, new_heads, start_from_base
 from mtp.vocab import vocab_hash
 from tests.tiny import FAMILIES, exact_base, tiny_base
 
-STARTED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "hidden_norm", "mlp_norm", "norm"}
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+STARTED = PROJECTIONS | {"hidden_norm", "mlp_norm", "norm"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

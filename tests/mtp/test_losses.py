@@ -29,7 +29,12 @@ def sums(tokens: Tensor, supervised: Tensor, features: Tensor, options: LossOpti
     hidden = heads.unroll(features, pad_for_drafts(tokens, K), plan.anchors)  # type: ignore[attr-defined]
     states = features[..., :D].flatten(0, 1)
     return draft_sums(
-        hidden, plan, heads.project, lambda rows: states[rows] @ OUTPUT.T, heads.draft_ids, options  # type: ignore[attr-defined]
+        hidden,
+        plan,
+        heads.project,
+        lambda rows: states[rows] @ OUTPUT.T,
+        heads.draft_ids,
+        options,  # type: ignore[attr-defined]
     )
 
 

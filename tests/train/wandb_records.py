@@ -1,4 +1,4 @@
-"""Reads what an offline wandb run has written: a LevelDB log (32 KiB blocks) of protobuf records behind a 7-byte header.
+"""Reads what an offline wandb run wrote: a LevelDB log (32 KiB blocks) of protobuf records behind a 7-byte header.
 
 wandb no longer ships a reader in Python, and the point of the test is to read the file rather than a mock.
 """
