@@ -31,7 +31,6 @@ class HeadsOptions:
         feature_layers: which hidden states of the base the heads read. Id i below the number of layers L is the input
             of decoder layer i (0 is the embedding); L is the state after the final norm. null picks the usual ones.
         num_layers: residual layers per head (`medusa` only).
-        init_from_base: start the recurrent block and the norms from the base's last block where its shape allows.
     """
 
     kind: Kind = "recurrent"
@@ -39,7 +38,6 @@ class HeadsOptions:
     draft_vocab_size: int | None = None
     feature_layers: tuple[int, ...] | None = None
     num_layers: int = 1
-    init_from_base: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

@@ -1,7 +1,7 @@
-"""From a base to heads: read the sizes off it, and start the heads from its last block.
+"""From a base to heads: read the sizes off it and build what fits.
 
-Knows: which sizes of a base's configuration describe its block, which layers heads usually read, and how a base's last
-block maps onto a recurrent block. Refuses to know: training, decoding, and how a base is found.
+Knows: which sizes of a base's configuration describe its block, and which layers heads usually read. Refuses to know:
+training, decoding, and how a base is found.
 
 Shapes: D hidden, V vocabulary, Vd draft vocabulary.
 """
@@ -9,13 +9,12 @@ Shapes: D hidden, V vocabulary, Vd draft vocabulary.
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtp.base import FrozenBase
 from mtp.config import BaseRef, BlockShape, HeadsConfig, HeadsOptions
 from mtp.errors import UserError
-from mtp.heads import Heads, RecurrentHeads, build_heads
+from mtp.heads import Heads, build_heads
 from mtp.vocab import vocab_hash
 
 
@@ -40,13 +39,11 @@ def describe(options: HeadsOptions, base: FrozenBase, draft_ids: Tensor | None =
 
 
 def new_heads(options: HeadsOptions, base: FrozenBase, draft_ids: Tensor | None = None) -> Heads:
-    """Fresh heads for `base`, on its device, in float32, bound to it, and started from its weights where that helps."""
+    """Fresh heads for `base`, on its device, in float32, bound to it."""
     heads = build_heads(describe(options, base, draft_ids))
     if heads.draft_ids is not None:
         assert draft_ids is not None, "heads with a draft vocabulary need its ids"
         heads.draft_ids.copy_(draft_ids)
-    if options.init_from_base and isinstance(heads, RecurrentHeads):
-        start_from_base(heads, base)
     return heads.to(base.device).bind(base.embedding, base.output_matrix)
 
 
@@ -86,53 +83,3 @@ def _block_shape(base: FrozenBase) -> BlockShape:
         rms_norm_eps=next((float(value) for value in eps if value), 1e-5),
         rope_theta=float(theta),
     )
-
-
-@torch.no_grad()
-def start_from_base(heads: RecurrentHeads, base: FrozenBase) -> list[str]:
-    """Copy what fits of the base's last block and final norm; returns the names of the parts that were started so.
-
-    Projections of the block read [embedding ; hidden]: the base's weights go to the half that reads the hidden state.
-    `fc` starts as the identity on the highest feature layer. What has no counterpart keeps its random start.
-    """
-    started = ["fc"]
-    heads.fc.weight.zero_()
-    heads.fc.weight[:, -base.hidden_size :] = torch.eye(base.hidden_size)
-    block = base.last_block
-    attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        source = getattr(attention, name, None)
-        target = getattr(heads.attention, name).weight
-        if isinstance(source, nn.Linear) and source.weight.shape == (target.shape[0], base.hidden_size):
-            target[:, : base.hidden_size].zero_()
-            target[:, base.hidden_size :] = source.weight
-            started.append(name)
-    pairs: list[tuple[Any, nn.Module, str]] = [(attention, heads.attention, "o_proj")]
-    pairs += [(mlp, heads.mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    for owner, into, name in pairs:
-        source, target = getattr(owner, name, None), getattr(into, name).weight
-        if isinstance(source, nn.Linear) and source.weight.shape == target.shape:
-            target.copy_(source.weight)
-            started.append(name)
-    norms = {"hidden_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    for ours, theirs in norms.items():
-        if _copy_norm(getattr(heads, ours), getattr(block, theirs, None)):
-            started.append(ours)
-    if _copy_norm(heads.norm, base.final_norm):
-        started.append("norm")
-    return started
-
-
-def _copy_norm(target: nn.RMSNorm, source: nn.Module | None) -> bool:
-    """Copy the effective weight of an RMS norm, however its family stores it; other norms are left alone.
-
-    On a vector of ones an RMS norm returns its weight, also where the weight is kept as an offset from one; a layer
-    norm returns its bias, which says nothing.
-    """
-    if source is None or "rms" not in type(source).__name__.lower():
-        return False
-    reference = next(source.parameters(), None)
-    if reference is None or reference.shape != target.weight.shape:
-        return False
-    target.weight.copy_(source(torch.ones_like(reference)))
-    return True

@@ -24,23 +24,28 @@ Project = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """The objective: sum over k of decay^(k-1) (kl * KL + ce * CE), weights normalised to one.
+    """The objective: sum over k of decay^(k-1) (kl * KL + ce * CE + tv * TV), position weights normalised to one.
 
     Args:
         kl: weight of the divergence from the base, p ln(p/q).
         ce: weight of the cross-entropy to the data's token.
+        tv: weight of the total variation 1 - sum of min(p, q): the rejection rate itself. Its gradient is weak while q
+            is poor.
         decay: weight of draft position k+1 relative to k, in (0, 1].
         chunk: how many teacher positions have their V logits in memory at once.
     """
 
     kl: float = 1.0
     ce: float = 0.0
+    tv: float = 0.0
     decay: float = 0.8
     chunk: int = 256
 
     def __post_init__(self) -> None:
-        if self.kl < 0 or self.ce < 0 or self.kl + self.ce == 0:
-            raise UserError(f"loss.kl is {self.kl} and loss.ce is {self.ce}; both must be >= 0 and one above 0.")
+        weights = {"kl": self.kl, "ce": self.ce, "tv": self.tv}
+        if min(weights.values()) < 0 or not any(weights.values()):
+            told = ", ".join(f"loss.{name} is {value}" for name, value in weights.items())
+            raise UserError(f"{told}; none may be below 0 and one must be above 0.")
         if not 0 < self.decay <= 1:
             raise UserError(f"loss.decay is {self.decay}; it must be in (0, 1].")
         if self.chunk < 1:
@@ -61,7 +66,8 @@ def kl_to_base(p: Tensor, log_q: Tensor) -> Tensor:
     away. The gradient to the logits is mass * q - p. On the whole vocabulary this is KL(p || q), Hinton et al. 2015.
     """
     mass = p.sum(-1, keepdim=True)
-    return (torch.special.xlogy(p, p / mass.clamp(min=torch.finfo(p.dtype).tiny)) - p * log_q).sum(-1)
+    own = torch.where(p > 0, p * (p / mass.clamp(min=torch.finfo(p.dtype).tiny)).log(), 0.0)  # 0 ln 0 = 0
+    return (own - p * log_q).sum(-1)
 
 
 def cross_entropy(log_q: Tensor, targets: Tensor) -> Tensor:
@@ -127,6 +133,8 @@ def draft_sums(
         loss = options.kl * kl_to_base(p, log_q)
         if options.ce:
             loss = loss + options.ce * cross_entropy(log_q, targets)
+        if options.tv:
+            loss = loss + options.tv * (1 - acceptance(p, log_q.exp()))
         loss = loss * valid
         with torch.no_grad():
             q_top = log_q.argmax(-1)

@@ -30,6 +30,13 @@ def pad_for_drafts(tokens: Tensor, draft_length: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, draft_length))
 
 
+def neighbours(tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions t and t+1 that are both real tokens: flat indices [N] of t and of t+1 into [B*T], and token t+1 [N]."""
+    row, position = (real[:, :-1] & real[:, 1:]).nonzero(as_tuple=True)
+    here = row * tokens.shape[1] + position
+    return here, here + 1, tokens[row, position + 1]
+
+
 @dataclass(frozen=True)
 class TargetPlan:
     """Which hidden state of the heads meets which distribution of the base.

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ from train.run import (
 )
 
 BAD_INPUT, INTERRUPTED = 2, 130
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
@@ -136,6 +143,7 @@ def fit(arguments: list[str]) -> Path:
     cli.datamodule.set_tokenizer(base.tokenizer)
     cli.datamodule.setup("fit")
     introduce(cli, base)
+    cli.model.on_start = starting_bar(cli.console)
     checkpoint = cli.config["ckpt_path"]
     try:
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
@@ -177,6 +185,22 @@ def introduce(cli: TrainCLI, base: FrozenBase) -> None:
         say(f"validation: {data.val_report.summary()}", highlight=False, markup=False)
     say("first example, supervised tokens between ⟦ and ⟧:", highlight=False)
     say(data.preview()[0], highlight=False, markup=False)
+
+
+def starting_bar(console: Console) -> Callable[[int, int], None]:
+    """A progress bar for the closed-form start; it stops by itself."""
+    progress = Progress(*COLUMNS, console=console, disable=not interactive(), transient=True)
+    task = progress.add_task("fitting the start")
+
+    def advance(done: int, total: int) -> None:
+        if not progress.live.is_started:
+            progress.start()
+        progress.update(task, completed=min(done, total), total=total)
+        if done >= total:
+            progress.stop()
+            console.print(f"start: fitted in closed form on {done:,} positions", highlight=False)
+
+    return advance
 
 
 def conclude(cli: TrainCLI) -> None:
@@ -232,14 +256,7 @@ def run_regenerate(arguments: list[str]) -> None:
         options.device,
         console,
     )
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not interactive()) as progress:
+    with Progress(*COLUMNS, console=console, disable=not interactive()) as progress:
         task = progress.add_task("answers", total=len(prompts))
         report = regenerate(
             base,

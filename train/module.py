@@ -9,6 +9,7 @@ Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.config import HeadsConfig, HeadsOptions
 from mtp.errors import UserError
-from mtp.heads import Heads
+from mtp.heads import Heads, RecurrentHeads
 from mtp.initialise import new_heads
+from mtp.least_squares import Moments, start_from_states
 from mtp.losses import DraftSums, LossOptions, draft_sums
 from mtp.metrics import implied_accept_len
-from mtp.targets import pad_for_drafts, plan_targets
+from mtp.targets import neighbours, pad_for_drafts, plan_targets
 from mtp.vocab import build_draft_vocab, coverage, vocab_hash
 from train.data import ChatDataModule
 from train.loader import Batch
@@ -115,6 +117,7 @@ class HeadsModule(lightning.LightningModule):
         loss: The objective.
         optimizer: The optimiser and its schedule.
         decode: Decoding at every validation.
+        start_positions: How many positions the closed-form start of recurrent heads is fitted on; 0 starts at random.
     """
 
     def __init__(
@@ -124,10 +127,13 @@ class HeadsModule(lightning.LightningModule):
         loss: LossOptions = LossOptions(),  # noqa: B008
         optimizer: OptimizerOptions = OptimizerOptions(),
         decode: DecodeOptions = DecodeOptions(),
+        start_positions: int = 16384,
     ) -> None:
         super().__init__()
         self.base_options, self.heads_options = base, heads
         self.loss_options, self.optimizer_options, self.decode_options = loss, optimizer, decode
+        self.start_positions = start_positions
+        self.on_start: Callable[[int, int], None] | None = None
         self._base: FrozenBase | None = None
         self.heads: Heads | None = None
         self.vocab_coverage = 1.0
@@ -157,6 +163,23 @@ class HeadsModule(lightning.LightningModule):
         self.base.to(self.trainer.strategy.root_device)
         if self.heads is None:
             self.heads = new_heads(self.heads_options, self.base, self._draft_vocab())
+            if isinstance(self.heads, RecurrentHeads) and self.start_positions and not self.trainer.ckpt_path:
+                self._start(self.heads)
+
+    def _start(self, heads: RecurrentHeads) -> None:
+        """The closed-form start; ranks agree afterwards because DDP and FSDP begin with the weights of rank 0."""
+        moments = Moments(heads)
+        for batch in self.trainer.datamodule.train_dataloader():  # type: ignore[attr-defined]
+            tokens = batch["tokens"].to(self.base.device)
+            here, after, next_tokens = neighbours(tokens, batch["attention_mask"].to(tokens.device))
+            output = self.base.forward(tokens, feature_layers=heads.config.feature_layers)
+            features, states = output.features.flatten(0, 1), output.hidden.flatten(0, 1)
+            moments.add(features[here], states[here], next_tokens, states[after])
+            if self.on_start is not None:
+                self.on_start(moments.count, self.start_positions)
+            if moments.count >= self.start_positions:
+                break
+        start_from_states(heads, moments)
 
     def _draft_vocab(self) -> Tensor | None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]

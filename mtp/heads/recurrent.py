@@ -110,7 +110,7 @@ class RecurrentState(State):
 
 
 class RecurrentHeads(Heads):
-    """See the module. Trainable parameters: n_f D^2 (fc) + 2D (H + 2J) E + H E D + 3 D I + 4 D."""
+    """See the module. Trainable parameters: n_f D^2 + 2D (H + 2J) E + H E D + 3 D I + 4 D."""
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)

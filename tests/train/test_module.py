@@ -39,8 +39,8 @@ class Fixed:
 
 def run(base: FrozenBase, batches: list[Batch], data: ChatDataModule, accumulate: int, steps: int = 1) -> HeadsModule:
     torch.manual_seed(0)
-    options = HeadsOptions(draft_length=2, draft_vocab_size=40, init_from_base=False)
-    module = PlainSteps(heads=options, loss=LossOptions(chunk=8))
+    options = HeadsOptions(draft_length=2, draft_vocab_size=40)
+    module = PlainSteps(heads=options, loss=LossOptions(chunk=8), start_positions=0)
     module.attach(base)
     trainer = lightning.Trainer(
         max_steps=steps,
