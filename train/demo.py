@@ -24,8 +24,8 @@ from train.run import wandb_folder
 CONFIG = "configs/demo.yaml"
 TRAIN_PROMPTS, HELD_OUT = Path("configs/prompts/demo_train.jsonl"), Path("configs/prompts/demo_heldout.jsonl")
 SHIPPED, ANSWERS = "configs/data/demo_answers.jsonl", Path("runs/demo-answers.jsonl")
-FRESH_ANSWERS, FRESH_TOKENS = 16, 48  # enough to show it; the bulk of the answers ships with the project
-BENCH_PROMPTS, BENCH_TOKENS = 3, 48
+FRESH_ANSWERS, FRESH_TOKENS = 12, 32  # enough to show it; the bulk of the answers ships with the project
+SHOWN_TOKENS, BENCH_PROMPTS, BENCH_TOKENS = 40, 3, 64
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def run(console: Console) -> dict[str, Any]:
 def show_text(console: Console, decoder: Decoder, prompt: str) -> None:
     """Stream one answer; what a single step committed beyond one token stands between ⟦ and ⟧, and is underlined."""
     console.print(f"[bold]{prompt}[/bold]")
-    stream = decoder.stream(prompt, max_new_tokens=BENCH_TOKENS)
+    stream = decoder.stream(prompt, max_new_tokens=SHOWN_TOKENS)
     for piece in stream:
         several = len(piece.token_ids) > 1
         text = f"⟦{piece.text}⟧" if several else piece.text
