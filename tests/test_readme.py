@@ -21,7 +21,9 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {"mtp-train": train.cli.main, 
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    """The contents of fenced blocks of a language, in order; "" are those without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
 
 
 def commands() -> list[list[str]]:
@@ -59,7 +61,7 @@ def test_every_command_and_snippet_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_file_in_the_tree_exists() -> None:
-    tree = next(block for block in re.findall(r"```\n(.*?)```", README, flags=re.DOTALL) if "the library" in block)
+    (tree,) = blocks("")
     folder = ""
     for line in tree.splitlines():
         if not line.startswith(" "):

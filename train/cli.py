@@ -6,6 +6,7 @@ Refuses to know: how training works; it connects the parts.
 
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ from mtp.embedded import default_home
 from mtp.errors import UserError
 from train.callbacks import ConsoleReport, ExportHeads, checkpoints
 from train.data import ChatDataModule
-from train.module import BaseOptions, HeadsModule
+from train.module import HeadsModule
+from train.options import BaseOptions
 from train.regenerate import regenerate
 from train.run import (
     RunOptions,
@@ -43,6 +45,8 @@ COLUMNS = (
     TimeElapsedColumn(),
     TimeRemainingColumn(),
 )
+DESCRIPTION = """Train heads from a YAML file: mtp-train --config configs/demo.yaml.
+Let the base write training data: mtp-train regenerate --help."""
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
@@ -79,7 +83,7 @@ class TrainCLI(LightningCLI):
             ConsoleReport(self.console),
         ]
         return super().instantiate_trainer(
-            logger=make_loggers(options, self.folder, plain(self.config)),
+            logger=False,  # attached when base and data are known to be good
             callbacks=[*(self.config_init["trainer"]["callbacks"] or []), *ours],
             enable_progress_bar=interactive(),
             **kwargs,
@@ -135,29 +139,46 @@ def fit(arguments: list[str]) -> Path:
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
         trainer_defaults=TRAINER_DEFAULTS,
-        parser_kwargs={"prog": "mtp-train", "exit_on_error": False, "description": __doc__},
+        parser_kwargs={"prog": "mtp-train", "exit_on_error": False, "description": DESCRIPTION},
     )
-    write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
-    base = load_base(cli.model.base_options, str(cli.trainer.strategy.root_device), cli.console)
-    cli.model.attach(base)
-    cli.datamodule.set_tokenizer(base.tokenizer)
-    cli.datamodule.setup("fit")
-    introduce(cli, base)
-    cli.model.on_start = starting_bar(cli.console)
     checkpoint = cli.config["ckpt_path"]
     try:
+        prepare(cli)
+    except UserError:
+        if checkpoint is None:
+            shutil.rmtree(cli.folder)  # nothing was trained: leave no empty run behind
+        raise
+    write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
+    cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
+    try:
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
+    except SystemExit:
+        if cli.trainer.interrupted:  # Lightning turns Ctrl-C into an exit
+            raise KeyboardInterrupt from None
+        raise
     finally:
         finish_wandb(cli.trainer.loggers)
     conclude(cli)
     return cli.folder
 
 
+def prepare(cli: TrainCLI) -> None:
+    """Load base and data, and show what will be trained on what."""
+    base = load_base(cli.model.base_options, str(cli.trainer.strategy.root_device), cli.console)
+    cli.model.attach(base)
+    cli.datamodule.set_tokenizer(base.tokenizer)
+    cli.datamodule.setup("fit")
+    cli.model.build(cli.datamodule)
+    cli.model.on_start = starting_bar(cli.console)
+    introduce(cli, base)
+
+
 def quiet_lightning() -> None:
     """What Lightning says at every start is for its own developers; warnings stay."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+    for message in ("LightningCLI's args parameter", ".*LeafSpec.*", ".*exists and is not empty"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase:

@@ -7,10 +7,9 @@ Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by 
 Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 """
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,81 +27,12 @@ from mtp.heads import Heads, RecurrentHeads
 from mtp.initialise import new_heads
 from mtp.least_squares import Moments, start_from_states
 from mtp.losses import DraftSums, LossOptions, draft_sums
-from mtp.metrics import implied_accept_len
 from mtp.targets import neighbours, pad_for_drafts, plan_targets
 from mtp.vocab import build_draft_vocab, coverage, vocab_hash
 from train.data import ChatDataModule
 from train.loader import Batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseOptions:
-    """The base to train on.
-
-    Args:
-        name: an embedded base (`smollm2-135m`), a local transformers folder, a `.gguf` file, or a Hub id.
-        revision: of a Hub id; null is its default branch.
-        dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU and the checkpoint's own elsewhere.
-        trust_remote_code: run code that a Hub repository brings with it. Leave it off unless you have read that code.
-    """
-
-    name: str = "smollm2-135m"
-    revision: str | None = None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """AdamW with linear warm-up and a cosine to `final_lr_share` of the peak.
-
-    Args:
-        lr: peak learning rate.
-        betas: of AdamW.
-        weight_decay: of AdamW, on matrices only.
-        warmup: share of all optimiser steps that the warm-up takes.
-        final_lr_share: learning rate after the last step, as a share of `lr`.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup: float = 0.04
-    final_lr_share: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name, good in (("lr", self.lr > 0), ("warmup", 0 <= self.warmup < 1)):
-            if not good:
-                raise UserError(f"optimizer.{name} is {getattr(self, name)}; lr is above 0, warmup from 0 to below 1.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
-    """Really decoding a few prompts at every validation.
-
-    Args:
-        prompts: JSONL with `prompt`, `messages` or `turns`; null turns this off.
-        limit: how many of them.
-        max_new_tokens: per prompt.
-        temperature: 0 is greedy.
-        seed: of the draws.
-    """
-
-    prompts: str | None = None
-    limit: int = 4
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-
-
-def learning_rate_share(step: int, total: int, options: OptimizerOptions) -> float:
-    """Learning rate after `step` of `total` optimiser steps, as a share of its peak."""
-    warmup = math.ceil(options.warmup * total)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return options.final_lr_share + (1 - options.final_lr_share) * cosine
+from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
+from train.summary import decode_metrics, summarise
 
 
 class HeadsModule(lightning.LightningModule):
@@ -123,8 +53,8 @@ class HeadsModule(lightning.LightningModule):
     def __init__(
         self,
         base: BaseOptions = BaseOptions(),
-        heads: HeadsOptions = HeadsOptions(),  # noqa: B008
-        loss: LossOptions = LossOptions(),  # noqa: B008
+        heads: HeadsOptions = HeadsOptions(),
+        loss: LossOptions = LossOptions(),
         optimizer: OptimizerOptions = OptimizerOptions(),
         decode: DecodeOptions = DecodeOptions(),
         start_positions: int = 16384,
@@ -161,29 +91,33 @@ class HeadsModule(lightning.LightningModule):
 
     def setup(self, stage: str) -> None:
         self.base.to(self.trainer.strategy.root_device)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.heads is None:
-            self.heads = new_heads(self.heads_options, self.base, self._draft_vocab())
-            if isinstance(self.heads, RecurrentHeads) and self.start_positions and not self.trainer.ckpt_path:
-                self._start(self.heads)
+            self.build(data)
+        if isinstance(self.heads, RecurrentHeads) and self.start_positions and not self.trainer.ckpt_path:
+            self._start(self.heads, data)
 
-    def _start(self, heads: RecurrentHeads) -> None:
+    def build(self, data: ChatDataModule) -> None:
+        """Make the heads for the attached base and a data module that is set up. UserError where they do not fit."""
+        self.heads = new_heads(self.heads_options, self.base, self._draft_vocab(data))
+
+    def _start(self, heads: RecurrentHeads, data: ChatDataModule) -> None:
         """The closed-form start; ranks agree afterwards because DDP and FSDP begin with the weights of rank 0."""
         moments = Moments(heads)
-        for batch in self.trainer.datamodule.train_dataloader():  # type: ignore[attr-defined]
+        tell = self.on_start or (lambda done, total: None)
+        for batch in data.train_dataloader():
             tokens = batch["tokens"].to(self.base.device)
             here, after, next_tokens = neighbours(tokens, batch["attention_mask"].to(tokens.device))
             output = self.base.forward(tokens, feature_layers=heads.config.feature_layers)
             features, states = output.features.flatten(0, 1), output.hidden.flatten(0, 1)
             moments.add(features[here], states[here], next_tokens, states[after])
-            if self.on_start is not None:
-                self.on_start(moments.count, self.start_positions)
+            tell(min(moments.count, self.start_positions - 1), self.start_positions)
             if moments.count >= self.start_positions:
                 break
         start_from_states(heads, moments)
+        tell(moments.count, moments.count)
 
-    def _draft_vocab(self) -> Tensor | None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, ChatDataModule)
+    def _draft_vocab(self, data: ChatDataModule) -> Tensor | None:
         size = self.heads_options.draft_vocab_size
         if size is None:
             return None
@@ -335,29 +269,3 @@ class HeadsModule(lightning.LightningModule):
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
         self.trained.bind(self.base.embedding, self.base.output_matrix)
         self._restart_window()
-
-
-def summarise(sums: DraftSums, prefix: str) -> dict[str, float]:
-    """Metrics from sums: loss, and per draft position loss, alpha, greedy agreement and p(argmax q)."""
-    count = sums.count.clamp(min=1)
-    alpha = (sums.alpha / count).tolist()
-    metrics = {
-        f"{prefix}/loss": float(sums.total / sums.positions.clamp(min=1)),
-        f"{prefix}/accept_len_implied": implied_accept_len(alpha),
-        f"{prefix}/accept_len_implied_greedy": implied_accept_len((sums.greedy / count).tolist()),
-    }
-    for name in ("loss", "alpha", "greedy", "top_mass"):
-        values = (getattr(sums, name) / count).tolist()
-        metrics |= {f"{prefix}/{name}/{k}": value for k, value in enumerate(values, 1)}
-    return metrics
-
-
-def decode_metrics(stats: DecodeStats) -> dict[str, float]:
-    """Metrics of really decoding."""
-    metrics = {
-        "decode/accept_len": stats.accept_len,
-        "decode/tok_per_s": stats.committed / max(1e-9, stats.total_seconds),
-    }
-    for name, values in (("accepted", stats.accepted_per_position), ("alpha", stats.alpha)):
-        metrics |= {f"decode/{name}/{k}": value for k, value in enumerate(values, 1)}
-    return metrics

@@ -80,6 +80,24 @@ def test_a_killed_run_resumes_to_the_same_heads(tmp_path: Path) -> None:
     assert load_heads(checkpoint.parent.parent / "heads").config.draft_length == 2
 
 
+def test_ctrl_c_ends_with_130_and_can_be_resumed(tmp_path: Path) -> None:
+    arguments = ["--config", str(job(tmp_path, trainer__max_steps=100_000))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"--ckpt_path" in error
+    assert b"Traceback" not in error
+    step = torch.load(checkpoint, weights_only=True)["global_step"]
+    assert main([*arguments, "--trainer.max_steps", str(step + 2), "--ckpt_path", str(checkpoint)]) == 0
+
+
 def test_resuming_with_other_heads_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path)
     checkpoint = str(run / "checkpoints" / "last.ckpt")
@@ -119,6 +137,7 @@ def test_bad_configs_are_one_line_and_exit_2(case: str, tmp_path: Path, capsys: 
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
+    assert not list((tmp_path / "runs").glob("*")), "a run that never started leaves no folder"
 
 
 def test_missing_config_and_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from tests.tiny import tiny_base
 from tests.train.runs import write_data
 from train.data import ChatDataModule
 from train.loader import Batch
-from train.module import HeadsModule, OptimizerOptions, learning_rate_share
+from train.module import HeadsModule
+from train.options import OptimizerOptions, learning_rate_share
 
 
 class PlainSteps(HeadsModule):

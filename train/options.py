@@ -1,0 +1,79 @@
+"""What a config file may say about the base, the optimiser and decoding in validation.
+
+Knows: keys, defaults and limits, and the learning-rate schedule they describe. Refuses to know: who uses them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from mtp.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """The base to train on.
+
+    Args:
+        name: an embedded base (`smollm2-135m`), a local transformers folder, a `.gguf` file, or a Hub id.
+        revision: of a Hub id; null is its default branch.
+        dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU and the checkpoint's own elsewhere.
+        trust_remote_code: run code that a Hub repository brings with it. Leave it off unless you have read that code.
+    """
+
+    name: str = "smollm2-135m"
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with linear warm-up and a cosine to `final_lr_share` of the peak.
+
+    Args:
+        lr: peak learning rate.
+        betas: of AdamW.
+        weight_decay: of AdamW, on matrices only.
+        warmup: share of all optimiser steps that the warm-up takes.
+        final_lr_share: learning rate after the last step, as a share of `lr`.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float = 0.04
+    final_lr_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, good in (("lr", self.lr > 0), ("warmup", 0 <= self.warmup < 1)):
+            if not good:
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}; lr is above 0, warmup from 0 to below 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """Really decoding a few prompts at every validation.
+
+    Args:
+        prompts: JSONL with `prompt`, `messages` or `turns`; null turns this off.
+        limit: how many of them.
+        max_new_tokens: per prompt.
+        temperature: 0 is greedy.
+        seed: of the draws.
+    """
+
+    prompts: str | None = None
+    limit: int = 4
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def learning_rate_share(step: int, total: int, options: OptimizerOptions) -> float:
+    """Learning rate after `step` of `total` optimiser steps, as a share of its peak."""
+    warmup = math.ceil(options.warmup * total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return options.final_lr_share + (1 - options.final_lr_share) * cosine
