@@ -78,4 +78,5 @@ class ConsoleReport(lightning.Callback):
             f"(val {latest['val/loss']:.3f}), α {alpha}, acceptance length implied {latest[MONITOR]:.2f}{decoded}, "
             f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s",
             highlight=False,
+            soft_wrap=True,
         )

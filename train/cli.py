@@ -33,7 +33,6 @@ from train.run import (
     interactive,
     make_loggers,
     run_folder,
-    silence_wandb,
     write_provenance,
 )
 
@@ -75,7 +74,7 @@ class TrainCLI(LightningCLI):
         self.console = Console()
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.parser.save(
-            self.config, str(self.folder / "config.yaml"), overwrite=True, skip_check=True, multifile=False
+            self.config, str(self.folder / "config.yaml"), overwrite=True, skip_validation=True, multifile=False
         )
         ours = [
             checkpoints(self.folder, options.checkpoint_every),
@@ -127,7 +126,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def fit(arguments: list[str]) -> Path:
     """Train from a config; returns the run's folder."""
-    silence_wandb()
     quiet_lightning()
     cli = TrainCLI(
         HeadsModule,

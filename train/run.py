@@ -15,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from mtp.errors import UserError
 
@@ -103,13 +105,18 @@ def _version(name: str) -> str:
 def make_loggers(options: RunOptions, folder: Path, config: dict[str, Any]) -> list[Logger]:
     """A CSV log always; wandb online when a key is configured, and an offline run otherwise."""
     loggers: list[Logger] = [CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)]
-    if options.wandb_project:
-        online = wandb_online(os.environ)
-        wandb = WandbLogger(project=options.wandb_project, name=folder.name, save_dir=folder, offline=not online)
-        wandb.experiment.config.update(config, allow_val_change=True)
-        for group in ("train", "val", "decode"):
-            wandb.experiment.define_metric(f"{group}/*", step_metric="trainer/global_step")
-        loggers.append(wandb)
+    if options.wandb_project and rank_zero_only.rank == 0:
+        run = wandb.init(
+            project=options.wandb_project,
+            name=folder.name,
+            dir=folder,
+            mode="online" if wandb_online(os.environ) else "offline",
+            config=config,
+            settings=wandb.Settings(silent=True),  # a run says itself where its records are
+        )
+        loggers.append(WandbLogger(experiment=run))
+        for group in ("train", "val", "decode"):  # after the logger, which sets an axis of its own
+            run.define_metric(f"{group}/*", step_metric="trainer/global_step")
     return loggers
 
 
@@ -140,11 +147,6 @@ def finish_wandb(loggers: Sequence[Logger]) -> None:
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
-
-
-def silence_wandb() -> None:
-    """Keep wandb from printing; a run says itself where its records are."""
-    os.environ.setdefault("WANDB_SILENT", "true")
 
 
 def interactive() -> bool:
