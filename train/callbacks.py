@@ -16,16 +16,23 @@ from train.module import HeadsModule
 MONITOR = "val/accept_len_implied"
 
 
-def checkpoints(folder: Path, every: int) -> ModelCheckpoint:
+class LastCheckpoint(ModelCheckpoint):
     """`checkpoints/last.ckpt`, replaced as a whole every so many optimiser steps and at the end of training."""
-    return ModelCheckpoint(
-        dirpath=folder / "checkpoints",
-        filename="last",
-        every_n_train_steps=every,
-        save_top_k=1,
-        enable_version_counter=False,
-        save_on_train_epoch_end=False,
-    )
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.path = folder / "checkpoints" / "last.ckpt"
+        super().__init__(
+            dirpath=self.path.parent,
+            filename=self.path.stem,
+            every_n_train_steps=every,
+            save_top_k=1,
+            enable_version_counter=False,
+            save_on_train_epoch_end=False,
+        )
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        trainer.save_checkpoint(self.path)  # the steps since the last interval count too
 
 
 class ExportHeads(lightning.Callback):

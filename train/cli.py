@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
-from train.callbacks import ConsoleReport, ExportHeads, checkpoints
+from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint
 from train.data import ChatDataModule
 from train.module import HeadsModule
 from train.options import BaseOptions
@@ -77,7 +77,7 @@ class TrainCLI(LightningCLI):
             self.config, str(self.folder / "config.yaml"), overwrite=True, skip_validation=True, multifile=False
         )
         ours = [
-            checkpoints(self.folder, options.checkpoint_every),
+            LastCheckpoint(self.folder, options.checkpoint_every),
             ExportHeads(self.folder / "heads"),
             ConsoleReport(self.console),
         ]

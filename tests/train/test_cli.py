@@ -48,6 +48,18 @@ def test_the_checkpoint_holds_the_heads_only(tmp_path: Path) -> None:
     assert names == {f"heads.{name}" for name in load_heads(run / "heads").state_dict()}
 
 
+def test_a_finished_run_can_be_trained_further(tmp_path: Path) -> None:
+    """Also past an end that no checkpoint interval falls on: 4 steps, then on to 9."""
+    changes = {"run__checkpoint_every": 100, "model__decode__prompts": None}
+    whole = train(tmp_path, "--trainer.max_steps", "9", **changes)
+    part = train(tmp_path, "--trainer.max_steps", "4", **changes)
+    checkpoint = part / "checkpoints" / "last.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 4
+    train(tmp_path, "--trainer.max_steps", "9", "--ckpt_path", str(checkpoint), **changes)
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 9
+    assert set(final_state(part)) == set(final_state(whole))
+
+
 def test_a_second_run_gets_its_own_folder(tmp_path: Path) -> None:
     first, second = train(tmp_path), train(tmp_path)
     assert (first.name, second.name) == ("tiny", "tiny-2")
