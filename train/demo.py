@@ -25,7 +25,7 @@ CONFIG = "configs/demo.yaml"
 TRAIN_PROMPTS, HELD_OUT = Path("configs/prompts/demo_train.jsonl"), Path("configs/prompts/demo_heldout.jsonl")
 SHIPPED, ANSWERS = "configs/data/demo_answers.jsonl", Path("runs/demo-answers.jsonl")
 FRESH_ANSWERS, FRESH_TOKENS = 12, 32  # enough to show it; the bulk of the answers ships with the project
-SHOWN_TOKENS, BENCH_PROMPTS, BENCH_TOKENS = 40, 3, 64
+SHOWN_TOKENS, BENCH_PROMPTS, BENCH_TOKENS = 40, 3, 48
 
 
 def main() -> int:
