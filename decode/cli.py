@@ -4,6 +4,7 @@ Knows: options, terminals and exit codes (0 done, 2 bad input, 130 interrupted).
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     return 0

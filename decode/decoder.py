@@ -14,7 +14,7 @@ from decode.engine import Engine, Step, effective_rule
 from decode.stats import DecodeStats
 from decode.stopping import FinishReason, Stopping, room
 from decode.target import BaseTarget
-from decode.text import Prompt, TextStream, encode, plain_text
+from decode.text import Prompt, TextStream, check_text, encode, plain_text
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
@@ -204,6 +204,8 @@ class Decoder:
     ) -> Stream:
         """`stream` with the sampling settings in one object."""
         ids = encode(self.base.tokenizer, prompt, chat)
+        for text in stop:
+            check_text(text, "--stop")
         self._check_ids(ids)
         stats = DecodeStats(effective_rule(sampling), self.engine.check_draft_length(draft_length))
         tokenizer = self.base.tokenizer

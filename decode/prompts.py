@@ -36,7 +36,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 def _parse(line: bytes, where: str) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:  # JSON syntax and UTF-8 alike
+    except (ValueError, RecursionError) as error:  # JSON syntax, UTF-8, endless nesting
         raise UserError(f"{where} is not JSON ({error}); correct or remove the line.") from None
     record = record if isinstance(record, dict) else {}
     if _is_text(record.get("prompt")):

@@ -23,6 +23,7 @@ def encode(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
         return [int(item) for item in prompt]  # type: ignore[arg-type]
     if tokenizer is None:
         raise UserError("this base has no tokenizer; give token ids as the prompt.")
+    check_text(str(prompt), "the prompt")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str) and not (chat and has_template):
         return list(tokenizer(prompt)["input_ids"])
@@ -31,6 +32,14 @@ def encode(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
         raise UserError(f"the prompt is a list of messages, but {why}; give the prompt as one text.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return _apply_template(tokenizer, messages)
+
+
+def check_text(text: str, what: str) -> None:
+    """UserError unless it can be written as UTF-8: a command line in another encoding and JSON can hold what cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} has a part that is no text (at character {error.start + 1}); give UTF-8.") from None
 
 
 def _apply_template(tokenizer: Any, messages: Sequence[Any]) -> list[int]:

@@ -103,6 +103,14 @@ class HeadsConfig(HeadsOptions):
         super().__post_init__()
         if not self.feature_layers:
             raise UserError("feature_layers is empty; name at least one hidden state of the base.")
+        if min(self.hidden_size, self.vocab_size) < 1 or max(self.hidden_size, self.vocab_size) > 2**24:
+            raise UserError(
+                f"hidden_size is {self.hidden_size} and vocab_size is {self.vocab_size}; both must be from 1 to 2**24."
+            )
+        if (self.kind == "recurrent") != (self.block is not None):
+            raise UserError(f"kind is {self.kind}, which goes with {'a' if self.block is None else 'no'} block.")
+        if self.kind == "medusa" and len(self.feature_layers) != 1:
+            raise UserError(f"feature_layers is {list(self.feature_layers)}; medusa heads read one layer.")
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft_vocab_size is {self.draft_vocab_size}, more than the base's vocabulary of {self.vocab_size}; "

@@ -70,7 +70,7 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        torch.zeros(1, device=chosen).item()  # a device that cannot give a number back is of no use
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"device {device!r} cannot be used ({one_line(error)}); allowed: auto, cpu, cuda, cuda:N."

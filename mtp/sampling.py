@@ -111,6 +111,8 @@ class RandomSource:
 
     def __init__(self, seed: int | None = None, device: torch.device | str = "cpu") -> None:
         self._generator = torch.Generator()
+        if seed is not None and not 0 <= seed < 2**63:
+            raise UserError(f"--seed is {seed}; use a whole number from 0 to 2**63 - 1.")
         if seed is None:
             self._generator.seed()
         else:

@@ -4,18 +4,20 @@ Knows: command lines, consoles and exit codes: 0 done, 2 bad input, 130 interrup
 Refuses to know: how training works; it connects the parts.
 """
 
+import contextlib
 import logging
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -66,27 +68,31 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
-        options = (
-            RunOptions(**vars(self.config_init["run"]))
-            if not isinstance(self.config_init["run"], RunOptions)
-            else self.config_init["run"]
-        )
+        options: RunOptions = self.config_init["run"]
         self.console = Console()
         self.folder = run_folder(options, self.config["ckpt_path"])
-        self.parser.save(
-            self.config, str(self.folder / "config.yaml"), overwrite=True, skip_validation=True, multifile=False
-        )
         ours = [
             LastCheckpoint(self.folder, options.checkpoint_every),
             ExportHeads(self.folder / "heads"),
             ConsoleReport(self.console),
         ]
-        return super().instantiate_trainer(
-            logger=False,  # attached when base and data are known to be good
-            callbacks=[*(self.config_init["trainer"]["callbacks"] or []), *ours],
-            enable_progress_bar=interactive(),
-            **kwargs,
-        )
+        with self.no_empty_run():
+            return super().instantiate_trainer(
+                logger=False,  # attached when base and data are known to be good
+                callbacks=[*(self.config_init["trainer"]["callbacks"] or []), *ours],
+                enable_progress_bar=interactive(),
+                **kwargs,
+            )
+
+    @contextlib.contextmanager
+    def no_empty_run(self) -> Iterator[None]:
+        """A new run that fails in here leaves no folder: nothing was trained."""
+        try:
+            yield
+        except Exception:
+            if self.config["ckpt_path"] is None:
+                shutil.rmtree(self.folder)
+            raise
 
 
 def plain(config: Any) -> Any:
@@ -127,26 +133,13 @@ def main(args: Sequence[str] | None = None) -> int:
 def fit(arguments: list[str]) -> Path:
     """Train from a config; returns the run's folder."""
     quiet_lightning()
-    cli = TrainCLI(
-        HeadsModule,
-        ChatDataModule,
-        run=False,
-        args=arguments,
-        save_config_callback=None,
-        seed_everything_default=0,
-        auto_configure_optimizers=False,
-        load_from_checkpoint_support=False,
-        trainer_defaults=TRAINER_DEFAULTS,
-        parser_kwargs={"prog": "mtp-train", "exit_on_error": False, "description": DESCRIPTION},
-    )
+    cli = parse(arguments)
     checkpoint = cli.config["ckpt_path"]
-    try:
+    with cli.no_empty_run():
         prepare(cli)
-    except UserError:
-        if checkpoint is None:
-            shutil.rmtree(cli.folder)  # nothing was trained: leave no empty run behind
-        raise
-    write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
+    if checkpoint is None:  # a resumed run keeps the record of its start
+        write_config(cli)
+        write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
     cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
     try:
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
@@ -158,6 +151,33 @@ def fit(arguments: list[str]) -> Path:
         finish_wandb(cli.trainer.loggers)
     conclude(cli)
     return cli.folder
+
+
+def parse(arguments: list[str]) -> TrainCLI:
+    """The parsed command line with model, data and trainer made from it."""
+    try:
+        return TrainCLI(
+            HeadsModule,
+            ChatDataModule,
+            run=False,
+            args=arguments,
+            save_config_callback=None,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            trainer_defaults=TRAINER_DEFAULTS,
+            parser_kwargs={"prog": "mtp-train", "exit_on_error": False, "description": DESCRIPTION},
+        )
+    except (UserError, ArgumentError):
+        raise
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        # Lightning and YAML refuse bad values with exceptions of many kinds; their first line says what is wrong.
+        raise UserError(f"the configuration cannot be used: {str(error).strip()}") from error
+
+
+def write_config(cli: TrainCLI) -> None:
+    """config.yaml: every key as resolved."""
+    cli.parser.save(cli.config, str(cli.folder / "config.yaml"), overwrite=True, skip_validation=True, multifile=False)
 
 
 def prepare(cli: TrainCLI) -> None:
@@ -175,7 +195,7 @@ def quiet_lightning() -> None:
     """What Lightning says at every start is for its own developers; warnings stay."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    for message in ("LightningCLI's args parameter", ".*LeafSpec.*", ".*exists and is not empty"):
+    for message in ("LightningCLI's args", ".*LeafSpec", ".*exists and is not empty", ".*number of training batches"):
         warnings.filterwarnings("ignore", message=message)
 
 

@@ -153,7 +153,10 @@ class ChatDataModule(lightning.LightningDataModule):
             option, remedy = "data.val", "Give other records for one of the two"
         else:
             train, val = split_records(records, self.val_size)
-            option, remedy = "data.val_size", f"It must leave some of {len(records)} records, so lower it"
+            option, remedy = (
+                f"data.val_size is {self.val_size}, which",
+                f"It must leave some of {len(records)} records, so lower it",
+            )
         if not train:
             raise UserError(f"{option} takes every training record for validation. {remedy}.")
         return train, val

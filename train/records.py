@@ -127,9 +127,22 @@ def _parse_line(raw: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         remedy = "allowed is one JSON object per line. Correct or delete the line."
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}); {remedy}") from error
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, endless nesting
+        raise UserError(f"{where}: not usable JSON ({error}). Correct or delete the line.") from error
+    if not _is_writable(row):
+        raise UserError(f"{where}: half of a surrogate pair (\\ud800…\\udfff) is no text. Correct or delete the line.")
     if not isinstance(row, dict):
         raise UserError(f"{where}: the line is {_kind_of(row)}; allowed is one JSON object per line.")
     return row
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether all texts in it can be written as UTF-8; JSON can name code points that are not characters."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -50,8 +51,7 @@ class RunOptions:
 def run_folder(options: RunOptions, checkpoint: Path | None) -> Path:
     """The folder of a new run, created; or, when resuming, the folder that the checkpoint lies in."""
     if checkpoint is not None:
-        if not checkpoint.is_file():
-            raise UserError(f"--ckpt_path {checkpoint} is not a file; name runs/<name>/checkpoints/last.ckpt.")
+        check_checkpoint(checkpoint)
         return checkpoint.resolve().parent.parent
     for number in range(1, 10_000):
         folder = Path(options.dir) / (options.name if number == 1 else f"{options.name}-{number}")
@@ -63,6 +63,18 @@ def run_folder(options: RunOptions, checkpoint: Path | None) -> Path:
             raise UserError(f"run.dir {options.dir}: {error.strerror}; name a folder that can be written.") from None
         return folder
     raise UserError(f"run.name {options.name}: too many runs of that name in {options.dir}; use another name.")
+
+
+def check_checkpoint(path: Path) -> None:
+    """UserError unless the file can be read whole as a checkpoint of this program."""
+    if not path.is_file():
+        raise UserError(f"--ckpt_path {path} is not a file; name runs/<name>/checkpoints/last.ckpt.")
+    try:
+        whole = "heads_config" in torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # what torch raises for files that are cut short or something else is open-ended
+        whole = False
+    if not whole:
+        raise UserError(f"--ckpt_path {path} is cut short or no checkpoint of mtp-train; name another, or start anew.")
 
 
 def write_provenance(folder: Path, seed: int | None, command: list[str]) -> None:

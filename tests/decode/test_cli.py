@@ -214,6 +214,40 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert run(capsys, "generate", "--prompt", "a")[0] == 130
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(folder: Path) -> None:
+    """As in `mtp-decode generate … | head -1`: the pipe is closed before the text is complete."""
+    command = [sys.executable, "-m", "decode", "generate", "--heads", str(folder / "heads"), "--prompt", "the user"]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "100"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    error = process.stderr.read()
+    assert process.wait(timeout=120) == 0
+    assert "Traceback" not in error
+    assert "BrokenPipe" not in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "a\udcff b"], "the prompt has a part that is no text"),
+        (["--prompt", "a", "--stop", "\udcff"], "--stop has a part that is no text"),
+        (["--prompt", "a", "--seed", str(2**70)], "--seed is"),
+        (["--prompt", "a", "--seed", "-1"], "--seed is -1"),
+        (["--prompt", "a", "--device", "meta"], "cannot be used"),
+    ],
+)
+def test_values_that_no_program_can_use(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    code, _, err = run(capsys, "generate", "--heads", folder / "heads", "--max-new-tokens", 4, *flags)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+
+
 def test_faults_of_the_software_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object) -> None:
         raise RuntimeError("a fault")

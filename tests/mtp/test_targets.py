@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp.targets import draft_inputs, pad_for_drafts, plan_targets
+from mtp.targets import draft_inputs, neighbours, pad_for_drafts, plan_targets
 
 
 def slow_plan(tokens: Tensor, supervised: Tensor, draft_length: int) -> set[tuple[int, int, int, int]]:
@@ -48,6 +48,12 @@ def test_draft_position_k_reads_token_t_plus_k() -> None:
     inputs = draft_inputs(torch.arange(8).unsqueeze(0), 3)
     assert inputs.tolist() == [[[1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]]
     assert pad_for_drafts(torch.ones(1, 4, dtype=torch.long), 3).shape == (1, 7)
+
+
+def test_neighbours_are_real_on_both_sides() -> None:
+    real = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    here, after, next_tokens = neighbours(torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]]), real)
+    assert (here.tolist(), after.tolist(), next_tokens.tolist()) == ([0, 1, 4], [1, 2, 5], [6, 7, 9])
 
 
 @pytest.mark.parametrize("length", [1, 2])

@@ -137,6 +137,8 @@ BAD_CONFIGS = {
     "loss weights": ({"model__loss__kl": 0.0}, "loss.kl is 0"),
     "missing data": ({"data__train": "nowhere.jsonl"}, "nowhere.jsonl"),
     "layer": ({"model__heads__feature_layers": [9]}, "feature_layers is [9]"),
+    "accelerator": ({"trainer__accelerator": "foo"}, "foo"),
+    "steps": ({"trainer__max_steps": -5}, "-5"),
     "run name": ({"run__name": "a/b"}, "run.name"),
     "missing prompts": ({"model__decode__prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
 }
@@ -157,6 +159,18 @@ def test_missing_config_and_checkpoint(tmp_path: Path, capsys: pytest.CaptureFix
     assert "none.yaml" in capsys.readouterr().err
     assert main(["--config", str(job(tmp_path)), "--ckpt_path", str(tmp_path / "none.ckpt")]) == 2
     assert "none.ckpt" in capsys.readouterr().err
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path)
+    checkpoint, config = run / "checkpoints" / "last.ckpt", (run / "config.yaml").read_text()
+    other = ["--config", str(job(tmp_path, model__heads__draft_length=3))]
+    data = checkpoint.read_bytes()
+    for content in (data[: len(data) // 2], b"", b'{"prompt": "no checkpoint"}'):
+        checkpoint.write_bytes(content)
+        assert main([*other, "--ckpt_path", str(checkpoint)]) == 2
+        assert "is cut short or no checkpoint" in capsys.readouterr().err
+    assert (run / "config.yaml").read_text() == config, "a refused resume leaves the run's record alone"
 
 
 def test_a_bad_data_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
