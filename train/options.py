@@ -31,14 +31,14 @@ class OptimizerOptions:
     """AdamW with linear warm-up and a cosine to `final_lr_share` of the peak.
 
     Args:
-        lr: peak learning rate.
+        lr: peak learning rate. Small suits the closed-form start; from a random start 1e-3 is usual.
         betas: of AdamW.
         weight_decay: of AdamW, on matrices only.
         warmup: share of all optimiser steps that the warm-up takes.
         final_lr_share: learning rate after the last step, as a share of `lr`.
     """
 
-    lr: float = 1e-3
+    lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: float = 0.04
