@@ -30,9 +30,9 @@ def pad_for_drafts(tokens: Tensor, draft_length: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, draft_length))
 
 
-def neighbours(tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions t and t+1 that are both real tokens: flat indices [N] of t and of t+1 into [B*T], and token t+1 [N]."""
-    row, position = (real[:, :-1] & real[:, 1:]).nonzero(as_tuple=True)
+def neighbours(tokens: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Anchors t whose first draft, token t+2, is supervised: flat indices [N] of t and t+1 into [B*T], and token t+1."""
+    row, position = supervised[:, 2:].nonzero(as_tuple=True)
     here = row * tokens.shape[1] + position
     return here, here + 1, tokens[row, position + 1]
 

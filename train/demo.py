@@ -18,6 +18,7 @@ from decode.bench import BenchSettings, bench
 from decode.prompts import read_prompts
 from decode.report import show_bench
 from mtp.errors import UserError
+from mtp.sampling import SamplingConfig
 from train.cli import fit, run_regenerate
 from train.run import wandb_folder
 
@@ -25,7 +26,7 @@ CONFIG = "configs/demo.yaml"
 TRAIN_PROMPTS, HELD_OUT = Path("configs/prompts/demo_train.jsonl"), Path("configs/prompts/demo_heldout.jsonl")
 SHIPPED, ANSWERS = "configs/data/demo_answers.jsonl", Path("runs/demo-answers.jsonl")
 FRESH_ANSWERS, FRESH_TOKENS = 12, 32  # enough to show it; the bulk of the answers ships with the project
-SHOWN_TOKENS, BENCH_PROMPTS, BENCH_TOKENS = 40, 3, 48
+SHOWN_TOKENS, BENCH_PROMPTS, BENCH_TOKENS = 40, 4, 40
 
 
 def main() -> int:
@@ -54,9 +55,10 @@ def run(console: Console) -> dict[str, Any]:
     decoder = Decoder.from_pretrained(folder / "heads")
     show_text(console, decoder, str(read_prompts(HELD_OUT, 1)[0]))
 
-    console.rule("4  the same prompts with transformers")
+    console.rule("4  rejection sampling at temperature 1, against transformers")
     prompts = read_prompts(HELD_OUT, 1 + BENCH_PROMPTS)[1:]
-    settings = BenchSettings(max_new_tokens=BENCH_TOKENS, against=("transformers",))
+    sampling = SamplingConfig(temperature=1.0)
+    settings = BenchSettings(max_new_tokens=BENCH_TOKENS, sampling=sampling, against=("transformers",))
     report = bench(decoder, prompts, settings, str(folder / "heads"))
     show_bench(report, to_stderr=False)
     mtp, baseline = report["results"]

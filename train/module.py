@@ -107,7 +107,7 @@ class HeadsModule(lightning.LightningModule):
         tell = self.on_start or (lambda done, total: None)
         for batch in data.train_dataloader():
             tokens = batch["tokens"].to(self.base.device)
-            here, after, next_tokens = neighbours(tokens, batch["attention_mask"].to(tokens.device))
+            here, after, next_tokens = neighbours(tokens, batch["supervised"].to(tokens.device))
             output = self.base.forward(tokens, feature_layers=heads.config.feature_layers)
             features, states = output.features.flatten(0, 1), output.hidden.flatten(0, 1)
             moments.add(features[here], states[here], next_tokens, states[after])

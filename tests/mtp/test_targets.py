@@ -50,10 +50,10 @@ def test_draft_position_k_reads_token_t_plus_k() -> None:
     assert pad_for_drafts(torch.ones(1, 4, dtype=torch.long), 3).shape == (1, 7)
 
 
-def test_neighbours_are_real_on_both_sides() -> None:
-    real = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    here, after, next_tokens = neighbours(torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]]), real)
-    assert (here.tolist(), after.tolist(), next_tokens.tolist()) == ([0, 1, 4], [1, 2, 5], [6, 7, 9])
+def test_neighbours_are_the_anchors_that_decoding_drafts_from() -> None:
+    supervised = torch.tensor([[False, False, True, True], [True, True, False, False]])
+    here, after, next_tokens = neighbours(torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]), supervised)
+    assert (here.tolist(), after.tolist(), next_tokens.tolist()) == ([0, 1], [1, 2], [6, 7])
 
 
 @pytest.mark.parametrize("length", [1, 2])
