@@ -31,7 +31,7 @@ def pad_for_drafts(tokens: Tensor, draft_length: int) -> Tensor:
 
 
 def neighbours(tokens: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Anchors t whose first draft, token t+2, is supervised: flat indices [N] of t and t+1 into [B*T], and token t+1."""
+    """Anchors t whose first draft, token t+2, is supervised: flat indices [N] of t and t+1 in [B*T], and token t+1."""
     row, position = supervised[:, 2:].nonzero(as_tuple=True)
     here = row * tokens.shape[1] + position
     return here, here + 1, tokens[row, position + 1]
