@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FAST_FIT = ["--run.wandb_project", "null", "--data.limit", "24", "--data.val_size", "4", "--data.max_length", "64"]
 FAST_FIT += ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--model.decode.limit", "1"]
-FAST_FIT += ["--model.decode.max_new_tokens", "4"]
+FAST_FIT += ["--model.decode.max_new_tokens", "4", "--model.start_positions", "500"]
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {"mtp-train": train.cli.main, "mtp-decode": decode.cli.main}
 
 
@@ -35,7 +35,8 @@ def shortened(command: list[str]) -> list[str]:
     """The same command with less to do. `mtp-train` takes the last of a repeated option."""
     program, *arguments = command
     if program == "mtp-decode":
-        return [*arguments, "--max-new-tokens", "6"]
+        limit = ["--limit", "2"] if "--limit" in arguments else []
+        return [*arguments, "--max-new-tokens", "6", *limit]
     if arguments[0] == "regenerate":
         return [*arguments, "--max-new-tokens", "4", "--limit", "3"]
     if "--ckpt_path" in arguments:  # goes on from step 2
@@ -51,6 +52,8 @@ def test_every_command_and_snippet_runs(tmp_path: Path, monkeypatch: pytest.Monk
         if command[0] == "make":
             dry = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, text=True)
             assert dry.returncode == 0, dry.stderr
+            if command[1] == "demo":  # what follows uses the run that the demo leaves
+                assert train.cli.main(["--config", "configs/demo.yaml", *FAST_FIT]) == 0
         else:
             assert PROGRAMS[command[0]](shortened(command)) == 0, command
         seen.add(tuple(command[:2]))
