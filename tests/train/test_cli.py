@@ -95,7 +95,11 @@ def test_a_killed_run_resumes_to_the_same_heads(tmp_path: Path) -> None:
 def test_ctrl_c_ends_with_130_and_can_be_resumed(tmp_path: Path) -> None:
     arguments = ["--config", str(job(tmp_path, trainer__max_steps=100_000))]
     process = subprocess.Popen(
-        [sys.executable, "-m", "train", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, "-m", "train", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # Started from a background job, the tests ignore SIGINT, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 120

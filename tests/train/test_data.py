@@ -106,7 +106,7 @@ def test_options_out_of_range(wrong: dict[str, int]) -> None:
 
 def test_validation_must_leave_something_for_training(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(UserError, match="data.val_size takes every training record"):
+    with pytest.raises(UserError, match="data.val_size is 20, which takes every training record"):
         module(path, val_size=20).setup()
     with pytest.raises(UserError, match="data.val takes every training record"):
         module(path, val=path).setup()
