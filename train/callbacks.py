@@ -74,7 +74,7 @@ class ConsoleReport(lightning.Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(pl_module, HeadsModule)
-        latest: dict[str, float] = getattr(pl_module, "latest", {})
+        latest = pl_module.latest
         if "val/loss" not in latest or not trainer.is_global_zero:
             return
         count = pl_module.trained.config.draft_length

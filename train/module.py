@@ -68,6 +68,7 @@ class HeadsModule(lightning.LightningModule):
         self.heads: Heads | None = None
         self.vocab_coverage = 1.0
         self._prompts = read_prompts(Path(decode.prompts), decode.limit) if decode.prompts else []
+        self.latest: dict[str, float] = {}
         self._step_positions: Tensor | float = 0.0
         self._window: DraftSums | None = None
         self._validation: DraftSums | None = None
@@ -235,7 +236,7 @@ class HeadsModule(lightning.LightningModule):
 
     def _report(self, metrics: dict[str, float]) -> None:
         """Send metrics to every logger at the current optimiser step, and keep them for callbacks."""
-        self.latest = {**getattr(self, "latest", {}), **metrics}
+        self.latest |= metrics
         for logger in self.loggers:
             logger.log_metrics(metrics, step=self.trainer.global_step)
 
