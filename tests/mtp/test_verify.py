@@ -164,7 +164,7 @@ def test_greedy_keeps_what_equals_the_maximum() -> None:
 
 
 def test_unknown_rule_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="--verify is 'block2'; use one of greedy, token"):
+    with pytest.raises(UserError, match="--verify is 'block2'; use one of block, greedy, lossy-typical, match, token"):
         verify("block2", torch.zeros(1, 0).long(), torch.zeros(1, 0, 2), torch.ones(1, 1, 2), RandomSource(0))
 
 
