@@ -8,7 +8,7 @@ warmed up once, takes its turn on every prompt, and its wall time includes the p
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,28 +17,18 @@ import transformers
 from transformers import GenerationConfig
 
 from decode.decoder import Decoder
-from decode.engine import effective_rule
+from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stopping import room
 from decode.text import Prompt, encode
 from mtp.base import FrozenBase
 from mtp.errors import UserError
-from mtp.sampling import SamplingConfig
 
 RIVALS = ("plain", "transformers")
+NOT_IN_BENCH = ("stop", "stop_ids", "ignore_eos", "bad_words", "logprobs")
+"""Fields of a request that not every side can be given."""
+_NOT_SETTINGS = {"max_new_tokens", "draft_length", "verify", "tree", "chat"}
 _WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """What every side is given."""
-
-    max_new_tokens: int = 128
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    draft_length: int | None = None
-    seed: int = 0
-    against: Sequence[str] = RIVALS
-    chat: bool = True
 
 
 @dataclass
@@ -46,15 +36,15 @@ class Side:
     """One way to decode, and what it has done so far."""
 
     name: str
-    run: Callable[[list[int], int, int], tuple[int, DecodeStats | None]]
-    """(prompt ids, max_new_tokens, seed) to the number of generated tokens and, from our engine, its statistics."""
+    run: Callable[[list[int], int], tuple[int, DecodeStats | None]]
+    """(prompt ids, max_new_tokens) to the number of generated tokens and, from our engine, its statistics."""
     tokens: int = 0
     wall: float = 0.0
     stats: DecodeStats | None = None
 
-    def measure(self, ids: list[int], max_new_tokens: int, seed: int) -> None:
+    def measure(self, ids: list[int], max_new_tokens: int) -> None:
         started = time.perf_counter()
-        tokens, stats = self.run(ids, max_new_tokens, seed)  # ends with the ids on the CPU, hence after the device
+        tokens, stats = self.run(ids, max_new_tokens)  # ends with the ids on the CPU, hence after the device
         self.wall += time.perf_counter() - started
         self.tokens += tokens
         if stats and self.stats:
@@ -71,13 +61,14 @@ class Side:
         report: dict[str, Any] = {"name": self.name}
         if self.stats:
             seconds = dict(self.stats.seconds)
-            seconds["other"] = self.wall - sum(seconds[phase] for phase in ("prefill", "draft", "verify"))
+            seconds["other"] = self.wall - sum(spent for phase, spent in seconds.items() if phase != "other")
             report |= {
                 "accept_len": self.stats.accept_len,
                 "steps": self.stats.steps,
                 "accepted_per_position": self.stats.accepted_per_position,
                 "alpha": self.stats.alpha,
                 "seconds": seconds,
+                "rule_share": seconds["rule"] / max(self.wall - seconds["prefill"], 1e-9),
             }
         return report | {"tok_per_s": self.tok_per_s, "tokens": self.tokens, "wall_seconds": self.wall}
 
@@ -85,47 +76,43 @@ class Side:
 def bench(
     decoder: Decoder,
     prompts: Sequence[Prompt],
-    settings: BenchSettings,
+    request: Request,
     heads_name: str,
+    against: Sequence[str] = RIVALS,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt.
 
     Raises UserError on settings that cannot be met, before anything is timed.
     """
-    draft_length = decoder.engine.check_draft_length(settings.draft_length)
-    sides = _sides(decoder, settings, draft_length)
-    encoded = [encode(decoder.base.tokenizer, prompt, settings.chat) for prompt in prompts]
-    budgets = [room(len(ids), decoder.base.context_length, settings.max_new_tokens).tokens for ids in encoded]
+    sides = _sides(decoder, request, against)
+    encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
+    budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
     for side in sides:
-        side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS), settings.seed)
+        side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
     for index, (ids, budget) in enumerate(zip(encoded, budgets, strict=True)):
         turn = index % len(sides)  # nobody is always first
         for side in sides[turn:] + sides[:turn]:
-            side.measure(ids, budget, settings.seed)
+            side.measure(ids, budget)
         on_prompt()
-    return _report(decoder.base, settings, sides, draft_length, len(encoded), heads_name)
+    return _report(decoder.base, request, sides, len(encoded), heads_name)
 
 
-def _sides(decoder: Decoder, settings: BenchSettings, draft_length: int) -> list[Side]:
-    unknown = [name for name in settings.against if name not in RIVALS]
+def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[Side]:
+    unknown = [name for name in against if name not in RIVALS]
     if unknown:
         raise UserError(f"--against has {unknown[0]!r}; use any of {','.join(RIVALS)}.")
-    runners = {
-        "plain": _engine_runner(decoder, settings, 0),
-        "transformers": _transformers_runner(decoder.base, settings),
+    runners: dict[str, Callable[[], Callable[[list[int], int], tuple[int, DecodeStats | None]]]] = {
+        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None)),
+        "transformers": lambda: _transformers_runner(decoder.base, request),
     }
-    rivals = [Side(name, runners[name]) for name in dict.fromkeys(settings.against)]
-    return [Side("mtp", _engine_runner(decoder, settings, draft_length)), *rivals]
+    rivals = [Side(name, runners[name]()) for name in dict.fromkeys(against)]
+    return [Side("mtp", _engine_runner(decoder, request)), *rivals]
 
 
-def _engine_runner(
-    decoder: Decoder, settings: BenchSettings, draft_length: int
-) -> Callable[[list[int], int, int], tuple[int, DecodeStats]]:
-    def run(ids: list[int], max_new_tokens: int, seed: int) -> tuple[int, DecodeStats]:
-        stream = decoder.open(
-            ids, settings.sampling, max_new_tokens=max_new_tokens, seed=seed, draft_length=draft_length
-        )
+def _engine_runner(decoder: Decoder, request: Request) -> Callable[[list[int], int], tuple[int, DecodeStats | None]]:
+    def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
+        stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens))
         for _ in stream:
             pass
         return len(stream.result.token_ids), stream.stats
@@ -134,57 +121,93 @@ def _engine_runner(
 
 
 def _transformers_runner(
-    base: FrozenBase, settings: BenchSettings
-) -> Callable[[list[int], int, int], tuple[int, None]]:
-    def run(ids: list[int], max_new_tokens: int, seed: int) -> tuple[int, None]:
+    base: FrozenBase, request: Request
+) -> Callable[[list[int], int], tuple[int, DecodeStats | None]]:
+    choices = _generation_choices(request)
+    eos = list(base.eos_token_ids)
+
+    def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
         tokens = torch.tensor([ids], device=base.device)
-        with _generation_config(base, settings.sampling, max_new_tokens), torch.random.fork_rng():
-            torch.manual_seed(seed)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
+        )
+        with _generation_config(base, config), torch.random.fork_rng():
+            torch.manual_seed(request.seed or 0)
             output = base.model.generate(tokens, attention_mask=torch.ones_like(tokens))
         return len(output[0].tolist()) - len(ids), None
 
     return run
 
 
+# Settings of a request and their names in GenerationConfig; there None is off.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ALWAYS = {
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "suppress_tokens": "suppress_tokens",
+    "min_new_tokens": "min_new_tokens",
+}
+_OURS_ALONE = ("presence_penalty", "frequency_penalty")
+
+
+def _generation_choices(request: Request) -> dict[str, Any]:
+    """The request in the words of `generate()`. UserError for a setting that it has no word for."""
+    default = Request()
+    for name in _OURS_ALONE:
+        if getattr(request, name) != getattr(default, name):
+            raise UserError(f"--{name.replace('_', '-')} is not known to transformers; use --against plain.")
+    used = [name for name in _SAMPLED if getattr(request, name) != getattr(default, name)]
+    choices: dict[str, Any] = {"do_sample": not request.greedy}
+    if not request.greedy:
+        choices |= {"top_k": 0} | {name: getattr(request, name) for name in used}
+    for name, theirs in _ALWAYS.items():
+        value = getattr(request, name)
+        if value != getattr(default, name):
+            choices[theirs] = list(value) if isinstance(value, tuple) else value
+    if request.logit_bias:
+        choices["sequence_bias"] = [[[token], bias] for token, bias in request.logit_bias.items()]
+    return choices
+
+
 @contextmanager
-def _generation_config(base: FrozenBase, sampling: SamplingConfig, max_new_tokens: int) -> Iterator[None]:
+def _generation_config(base: FrozenBase, config: GenerationConfig) -> Iterator[None]:
     """Give `generate()` our settings and nothing of the base's own (penalties and the like) for a moment."""
-    eos = list(base.eos_token_ids)
-    choices: dict[str, Any] = {"do_sample": False}
-    if not sampling.greedy:
-        choices = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
-        }
     before = base.model.generation_config
-    base.model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
-    )
+    base.model.generation_config = config
     try:
         yield
     finally:
         base.model.generation_config = before
 
 
-def _report(
-    base: FrozenBase, settings: BenchSettings, sides: list[Side], draft_length: int, count: int, heads_name: str
-) -> dict[str, Any]:
+def _report(base: FrozenBase, request: Request, sides: list[Side], count: int, heads_name: str) -> dict[str, Any]:
     ours = sides[0]
+    assert ours.stats is not None
     return {
         **describe(base, heads_name),
-        "draft_length": draft_length,
-        "temperature": settings.sampling.temperature,
-        "top_k": settings.sampling.top_k,
-        "top_p": settings.sampling.top_p,
-        "min_p": settings.sampling.min_p,
-        "max_new_tokens": settings.max_new_tokens,
-        "verify": effective_rule(settings.sampling),
+        "draft_length": ours.stats.draft_length,
+        **settings_report(request),
+        "max_new_tokens": request.max_new_tokens,
+        "verify": ours.stats.rule,
+        "lossless": ours.stats.lossless,
+        "tree": ours.stats.tree,
         "num_prompts": count,
         "results": [side.to_json() for side in sides],
         "ratios": {side.name: ours.tok_per_s / side.tok_per_s if side.tok_per_s else 0.0 for side in sides[1:]},
+    }
+
+
+def settings_report(request: Request) -> dict[str, Any]:
+    """The settings that a number depends on: the four common ones, and any other that is not at its default."""
+    default = Request()
+    names = [
+        item.name for item in fields(Request) if item.name not in _NOT_SETTINGS and not item.metadata.get("python_only")
+    ]
+    always = ("temperature", "top_k", "top_p", "min_p")
+    return {
+        name: getattr(request, name)
+        for name in names
+        if name in always or getattr(request, name) != getattr(default, name)
     }
 
 

@@ -1,27 +1,32 @@
 """`mtp-decode`: the command line of decoding.
 
-Knows: options, terminals and exit codes (0 done, 2 bad input, 130 interrupted). Refuses to decode by itself.
+Knows: commands, terminals and exit codes (0 done, 1 a check failed, 2 bad input, 130 interrupted). Refuses to decode by
+itself.
 """
 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from decode.bench import RIVALS, BenchSettings, bench, describe
+from decode import lab
+from decode.bench import NOT_IN_BENCH, RIVALS, bench, describe
+from decode.check import NUM_FINDINGS, CheckSettings, check
 from decode.decoder import Decoder, Result, Stream
+from decode.options import add_request_options, read_request
 from decode.prompts import read_prompts
-from decode.report import show_bench, show_stats, tracked
+from decode.report import show_bench, show_findings, show_stats, tracked
 from decode.stats import DecodeStats
 from decode.text import Prompt
 from mtp.errors import UserError
-from mtp.sampling import SamplingConfig
 
-BAD_INPUT, INTERRUPTED = 2, 130
+CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def entry() -> None:
@@ -33,8 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
         options = build_parser().parse_args(args)
-        command: Callable[[Namespace], None] = COMMANDS[options.command]
-        command(options[options.command])
+        return COMMANDS[options.command](options[options.command]) or 0
     except (UserError, ArgumentError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
@@ -46,7 +50,6 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
-    return 0
 
 
 def build_parser() -> ArgumentParser:
@@ -56,15 +59,28 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subcommands(dest="command")
     generate = ArgumentParser(exit_on_error=False, description="Generate text; statistics go to stderr.")
     _add_models(generate)
-    _add_sampling(generate)
+    _add_prompts(generate)
     generate.add_argument("--prompt", type=str | None, help="one prompt (text)")
-    generate.add_argument("--stop", type=str, nargs="+", action="extend", default=[], help="texts that end generation")
+    add_request_options(generate)
     commands.add_subcommand("generate", generate, help="generate text")
     benchmark = ArgumentParser(exit_on_error=False, description="Speed against decoding without heads.")
     _add_models(benchmark)
-    _add_sampling(benchmark)
+    _add_prompts(benchmark)
     benchmark.add_argument("--against", default=",".join(RIVALS), help="comma-separated, from: " + ", ".join(RIVALS))
+    add_request_options(benchmark, skip=NOT_IN_BENCH)
     commands.add_subcommand("bench", benchmark, help="compare speed")
+    certificate = ArgumentParser(
+        exit_on_error=False, description="Is decoding with these heads lossless, here and now?"
+    )
+    _add_models(certificate)
+    _add_prompts(certificate)
+    certificate.add_argument("--samples", type=int, default=CheckSettings.samples, help="texts per chi-square test")
+    certificate.add_argument("--max-new-tokens", type=int, default=CheckSettings.max_new_tokens, help="tokens per text")
+    certificate.add_argument("--seed", type=int, default=CheckSettings.seed, help="of all draws")
+    commands.add_subcommand("check", certificate, help="certify your own base and heads")
+    laboratory = ArgumentParser(exit_on_error=False, description=lab.ABOUT)
+    lab.add_arguments(laboratory)
+    commands.add_subcommand("lab", laboratory, help="see what each acceptance rule does to the distribution")
     return parser
 
 
@@ -78,39 +94,20 @@ def _add_models(parser: ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
 
 
-def _add_sampling(parser: ArgumentParser) -> None:
+def _add_prompts(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts", type=Path | None, help="JSONL file; each line has prompt, messages or turns")
     add("--limit", type=int | None, help="use only the first prompts of the file")
-    add("--max-new-tokens", type=int, default=128, help="most tokens to generate per prompt")
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0 is off")
-    add("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this mass; 1 is off")
-    add("--min-p", type=float, default=0.0, help="keep tokens this likely relative to the likeliest; 0 is off")
-    add("--draft-length", type=int | None, help="K; default: what was trained; 0 decodes plainly")
-    add("--seed", type=int | None, help="makes the draws repeatable; each prompt starts from it")
-    add("--no-chat", action="store_true", help="do not put the prompt into the chat template")
     add("--json", action="store_true", help="the last line of stdout is one JSON document")
 
 
 def generate(options: Namespace) -> None:
     """`mtp-decode generate`."""
-    sampling = _sampling(options)
+    request = read_request(options)
     prompts = _prompts(options)
     decoder = _decoder(options)
-    results = []
-    for prompt in prompts:
-        stream = decoder.open(
-            prompt,
-            sampling,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
-            draft_length=options.draft_length,
-            stop=options.stop,
-            chat=not options.no_chat,
-        )
-        results.append(_play(stream, silent=options.json))
-    total = DecodeStats(results[0].stats.rule, results[0].stats.draft_length)
+    results = [_play(decoder.stream(prompt, request), silent=options.json) for prompt in prompts]
+    total = results[0].stats.empty()
     for result in results:
         total.merge(result.stats)
     show_stats(total)
@@ -146,6 +143,7 @@ def _generate_report(
                 "token_ids": result.token_ids,
                 "finish_reason": result.finish_reason,
                 "prompt_tokens": result.prompt_tokens,
+                **({} if result.logprobs is None else {"logprobs": result.logprobs}),
                 "stats": result.stats.to_json(),
             }
             for prompt, result in zip(prompts, results, strict=True)
@@ -157,30 +155,45 @@ def run_bench(options: Namespace) -> None:
     """`mtp-decode bench`."""
     if options.heads is None:
         raise UserError("--heads is missing; name the folder of heads to measure.")
-    settings = BenchSettings(
-        max_new_tokens=options.max_new_tokens,
-        sampling=_sampling(options),
-        draft_length=options.draft_length,
-        seed=options.seed or 0,
-        against=[name for name in options.against.split(",") if name],
-        chat=not options.no_chat,
-    )
+    against = [name for name in options.against.split(",") if name]
+    request = read_request(options, seed=options.seed or 0)
     prompts = _prompts(options)
     decoder = _decoder(options)
     with tracked(len(prompts), "prompts") as advance:
-        report = bench(decoder, prompts, settings, options.heads, advance)
+        report = bench(decoder, prompts, request, options.heads, against, advance)
     show_bench(report, to_stderr=options.json)
     if options.json:
         _print_json(report)
 
 
-COMMANDS: dict[str, Callable[[Namespace], None]] = {"generate": generate, "bench": run_bench}
+def run_check(options: Namespace) -> int:
+    """`mtp-decode check`; 1 when a check failed."""
+    if options.heads is None:
+        raise UserError("--heads is missing; name the folder of heads to check.")
+    settings = CheckSettings(samples=options.samples, max_new_tokens=options.max_new_tokens, seed=options.seed)
+    if options.prompts is not None:
+        settings = replace(settings, prompts=read_prompts(options.prompts, options.limit))
+    elif options.limit is not None:
+        raise UserError(f"--limit is {options.limit}, but it only applies to --prompts FILE; leave it out.")
+    decoder = _decoder(options)
+    started = time.perf_counter()
+    with tracked(NUM_FINDINGS, "checks") as advance:
+        findings = check(decoder, settings, advance)
+    passed = all(finding.passed for finding in findings)
+    title = f"{decoder.base.name} with {options.heads}, {decoder.base.device}, {describe(decoder.base, None)['dtype']}"
+    show_findings(findings, title, time.perf_counter() - started, to_stderr=options.json)
+    if options.json:
+        report = {**describe(decoder.base, options.heads), "passed": passed, "seed": options.seed}
+        _print_json({**report, "checks": [vars(finding) for finding in findings]})
+    return 0 if passed else CHECK_FAILED
 
 
-def _sampling(options: Namespace) -> SamplingConfig:
-    return SamplingConfig(
-        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
-    )
+COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
+    "generate": generate,
+    "bench": run_bench,
+    "check": run_check,
+    "lab": lab.run,
+}
 
 
 def _prompts(options: Namespace) -> list[Prompt]:

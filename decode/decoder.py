@@ -6,21 +6,26 @@ terminals.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from decode.drafters import HeadsDrafter
-from decode.engine import Engine, Step, effective_rule
+from decode.engine import Engine, Step
+from decode.request import Request, make_request
 from decode.stats import DecodeStats
 from decode.stopping import FinishReason, Stopping, room
 from decode.target import BaseTarget
 from decode.text import Prompt, TextStream, check_text, encode, plain_text
+from decode.tree_shape import TreeShape
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.heads import Heads
 from mtp.hub import load_heads
-from mtp.sampling import RandomSource, SamplingConfig
+from mtp.keyed import KeyedSource
+from mtp.processors import TextProcessors
+from mtp.sampling import RandomSource
 
 
 def _silent(message: str) -> None:
@@ -35,6 +40,8 @@ class Piece:
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]
     """Per token: an accepted draft, or (False) the recovered or bonus token."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, if asked for: see `Result`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class Result:
     finish_reason: FinishReason
     prompt_tokens: int
     stats: DecodeStats
+    logprobs: list[float] | None = None
+    """Per id, if `logprobs` is asked for: natural logarithm of the base's probability before temperature and any other
+    processor; the same as plain decoding gives, to rounding."""
 
 
 class Stream:
@@ -59,6 +69,7 @@ class Stream:
         self._prompt_tokens = prompt_tokens
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
         self._result: Result | None = None
         self.stats = stats
 
@@ -70,10 +81,11 @@ class Stream:
         text = self._to_pieces.push(step.tokens, final=step.finish_reason is not None)
         self._texts.append(text)
         self._token_ids.extend(step.tokens)
+        self._logprobs.extend(step.logprobs)
         if step.finish_reason:
-            whole = "".join(self._texts)
-            self._result = Result(whole, self._token_ids, step.finish_reason, self._prompt_tokens, self.stats)
-        return Piece(text, step.tokens, step.drafted)
+            whole, logprobs = "".join(self._texts), self._logprobs or None
+            self._result = Result(whole, self._token_ids, step.finish_reason, self._prompt_tokens, self.stats, logprobs)
+        return Piece(text, step.tokens, step.drafted, step.logprobs)
 
     @property
     def result(self) -> Result:
@@ -132,96 +144,98 @@ class Decoder:
             loaded.bind(frozen.embedding, frozen.output_matrix)
         return cls(frozen, loaded)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        draft_length: int | None = None,
-        stop: Sequence[str] = (),
-        chat: bool = True,
-    ) -> Result:
-        """Decode one text to its end; see `stream` for the arguments."""
-        sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        stream = self.open(
-            prompt, sampling, max_new_tokens=max_new_tokens, seed=seed, draft_length=draft_length, stop=stop, chat=chat
-        )
+    def generate(self, prompt: Prompt, request: Request | None = None, **options: Any) -> Result:
+        """Decode one text to its end; see `stream`."""
+        stream = self.stream(prompt, request, **options)
         for _ in stream:
             pass
         return stream.result
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        draft_length: int | None = None,
-        stop: Sequence[str] = (),
-        chat: bool = True,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, request: Request | None = None, **options: Any) -> Stream:
         """Decode one text piece by piece.
 
         Args:
             prompt: a user's text, a list of messages (role, content), or token ids that are used as they are.
-            max_new_tokens: most tokens to generate; the base's context may end the text earlier.
-            temperature: 0 is greedy; above 0 drafts are judged by the token rule.
-            top_k: keep the k likeliest tokens; 0 is off.
-            top_p: keep the likeliest tokens up to this mass; 1 is off.
-            min_p: keep tokens at least this likely relative to the likeliest; 0 is off.
-            seed: makes the draws repeatable on the same machine and versions; None draws a new one.
-            draft_length: K; None is all the heads were trained for, 0 decodes plainly.
-            stop: texts that end the generation; they stay at the end of the text.
-            chat: put text into the base's chat template, if it has one.
+            request: all settings in one object; greedy decoding when None.
+            options: single settings by the names of `Request`, such as max_new_tokens=64, temperature=0.7, seed=1.
 
         Returns an iterator of `Piece` whose `result` is complete after the last piece. Concatenated piece texts are
-        `result.text`. Raises UserError before the first piece on settings that cannot be met.
+        `result.text`. Raises UserError before the first piece on settings that cannot be met, an unknown name included.
         """
-        sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        return self.open(
-            prompt, sampling, max_new_tokens=max_new_tokens, seed=seed, draft_length=draft_length, stop=stop, chat=chat
-        )
-
-    def open(
-        self,
-        prompt: Prompt,
-        sampling: SamplingConfig,
-        *,
-        max_new_tokens: int = 128,
-        seed: int | None = None,
-        draft_length: int | None = None,
-        stop: Sequence[str] = (),
-        chat: bool = True,
-    ) -> Stream:
-        """`stream` with the sampling settings in one object."""
-        ids = encode(self.base.tokenizer, prompt, chat)
-        for text in stop:
-            check_text(text, "--stop")
+        if options:
+            request = make_request({**({} if request is None else vars(request)), **options})
+        request = request or Request()
+        ids = encode(self.base.tokenizer, prompt, request.chat)
         self._check_ids(ids)
-        stats = DecodeStats(effective_rule(sampling), self.engine.check_draft_length(draft_length))
+        request = self._with_bad_words(request)
+        processors = TextProcessors(
+            request,
+            prompt_length=len(ids),
+            eos_token_ids=self.base.eos_token_ids,
+            vocab_size=self.base.vocab_size,
+            device=self.base.device,
+        )
+        stopping = self._stopping(request, len(ids))
+        stats = self._stats(request, processors)
+        steps = self.engine.run(
+            ids, request=request, stopping=stopping, random=self._random(request), stats=stats, processors=processors
+        )
         tokenizer = self.base.tokenizer
         to_text = plain_text(tokenizer, special=False) if tokenizer is not None else _no_text
-        whole_text = plain_text(tokenizer, special=True) if tokenizer is not None else None
-        if stop and whole_text is None:
-            raise UserError("--stop needs a tokenizer, and this base has none; leave the option out.")
-        limit = room(len(ids), self.engine.target.context_length, max_new_tokens)
-        steps = self.engine.run(
-            ids,
-            sampling=sampling,
-            stopping=Stopping(limit, self.base.eos_token_ids, tuple(stop), whole_text),
-            random=RandomSource(seed, self.base.device),
-            stats=stats,
-        )
         return Stream(steps, TextStream(to_text), len(ids), stats)
+
+    def _with_bad_words(self, request: Request) -> Request:
+        """The texts of --bad-words as ids, at the start of a word and inside one."""
+        if not request.bad_words:
+            return request
+        tokenizer = self.base.tokenizer
+        if tokenizer is None:
+            raise UserError("--bad-words needs a tokenizer, and this base has none; give bad_words_ids.")
+        found = dict.fromkeys(request.bad_words_ids)
+        for word in request.bad_words:
+            check_text(word, "--bad-words")
+            for spelling in (word, f" {word.lstrip()}"):
+                found[tuple(tokenizer(spelling, add_special_tokens=False)["input_ids"])] = None
+        if () in found:
+            raise UserError("--bad-words has an empty text; give some text, or leave the option out.")
+        return replace(request, bad_words_ids=tuple(found), bad_words=())
+
+    def _stopping(self, request: Request, prompt_length: int) -> Stopping:
+        for text in request.stop:
+            check_text(text, "--stop")
+        tokenizer = self.base.tokenizer
+        if request.stop and tokenizer is None:
+            raise UserError("--stop needs a tokenizer, and this base has none; leave the option out.")
+        return Stopping(
+            room(prompt_length, self.engine.target.context_length, request.max_new_tokens),
+            () if request.ignore_eos else self.base.eos_token_ids,
+            request.stop,
+            plain_text(tokenizer, special=True) if tokenizer is not None else None,
+            stop_ids=request.stop_ids,
+            stop_when=request.stop_when,
+        )
+
+    def _stats(self, request: Request, processors: TextProcessors) -> DecodeStats:
+        """Counters for the K that will be used: none for a processor that may only see committed text."""
+        draft_length = self.engine.check_draft_length(request.draft_length)
+        if request.tree is not None:
+            if draft_length == 0:
+                raise UserError(f"--tree is {request.tree}, but there are no heads to draft with; name --heads.")
+            self.base.require_trees()
+            depth = TreeShape.parse(request.tree).depth or draft_length
+            if depth > draft_length:
+                raise UserError(
+                    f"--tree is {request.tree}, {depth} levels deep, but K is {draft_length}; use at most as many."
+                )
+            draft_length = depth
+        if processors.stateful and draft_length:
+            return DecodeStats(request.rule, 0, undrafted_texts=1)
+        return DecodeStats(request.reported_rule, draft_length, request.tree)
+
+    def _random(self, request: Request) -> RandomSource:
+        if request.reproducible and request.seed is not None:
+            return KeyedSource(request.seed, device=self.base.device)
+        return RandomSource(request.seed, self.base.device)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         outside = [token for token in ids if not 0 <= token < self.base.vocab_size]

@@ -37,6 +37,9 @@ class Drafter(Protocol):
     def draft(self, k: int, previous: Tensor) -> Tensor:
         """Logits [B, Vd] of draft position k = 1, 2, …; `previous` [B] is the token before it."""
 
+    def fork(self, origins: Tensor) -> None:
+        """For trees: row i of the next `draft` goes on from row origins[i] [M] of the latest, until `ingest`."""
+
 
 class HeadsDrafter:
     """Trained heads as a drafter. The heads must be bound to the base already."""
@@ -44,6 +47,7 @@ class HeadsDrafter:
     def __init__(self, heads: Heads) -> None:
         self.heads = heads
         self._state: State | None = None
+        self._branches: State | None = None
 
     @property
     def max_draft_length(self) -> int:
@@ -59,11 +63,17 @@ class HeadsDrafter:
 
     def start(self, prompt: Tensor) -> None:
         self._state = self.heads.new_state(prompt.shape[0])
+        self._branches = None
 
     def ingest(self, features: Tensor, next_tokens: Tensor) -> None:
         assert self._state is not None, "start() was not called"
+        self._branches = None
         self.heads.ingest(self._state, features, next_tokens)
 
     def draft(self, k: int, previous: Tensor) -> Tensor:
         assert self._state is not None, "start() was not called"
-        return self.heads.draft(self._state, k, previous)
+        return self.heads.draft(self._branches or self._state, k, previous)
+
+    def fork(self, origins: Tensor) -> None:
+        assert self._state is not None, "start() was not called"
+        self._branches = (self._branches or self._state).select(origins)

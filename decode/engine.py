@@ -3,7 +3,7 @@
 Knows: the order of a step, what must be rolled back, and what each step counts. Refuses to know text, tokenizers and
 files: it takes token ids and yields token ids. One text at a time (B = 1); tensors keep the batch axis.
 
-Shapes: B batch, K draft position, T position, V vocabulary, Vd draft vocabulary.
+Shapes: B batch, K draft position, R rows of a block, T position, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode.chain import Chain, Outcome, draft_chain
 from decode.drafters import Drafter
+from decode.laws import Laws
+from decode.request import Request
 from decode.stats import DecodeStats, Stopwatch
 from decode.stopping import FinishReason, Stopping
 from decode.target import Target
+from decode.tree_shape import TreeShape
+from decode.trees import Tree, draft_tree
 from mtp.errors import UserError
-from mtp.sampling import RandomSource, SamplingConfig, finite_rows, to_probs
-from mtp.verify import Verdict, verify
+from mtp.processors import TextProcessors
+from mtp.sampling import RandomSource
+from mtp.verify import Rule
 
 
 @dataclass(frozen=True)
@@ -29,26 +35,18 @@ class Step:
     drafted: tuple[bool, ...]
     """Per token: an accepted draft (True), or the recovered or bonus token."""
     finish_reason: FinishReason | None
-
-
-@dataclass
-class Drafts:
-    """K drafts and the very distributions they were drawn from."""
-
-    tokens: Tensor
-    """[B, K]"""
-    q: Tensor
-    """[B, K, V], zero outside the draft vocabulary."""
-    lengths: Tensor
-    """[B] how many count: those before the first row of q that was not finite."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, if the request asks: log-probability under the base, before any processor."""
 
 
 class Engine:
     """Decodes with a target (p) and, unless K is 0, a drafter (q)."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None) -> None:
+        """`rule` judges chains in place of the request's own: how `decode.check` shows what a wrong one does."""
         self.target = target
         self.drafter = drafter
+        self.rule = rule
 
     def check_draft_length(self, draft_length: int | None) -> int:
         """The K to use: all the drafter has when none is named. UserError beyond that."""
@@ -64,17 +62,18 @@ class Engine:
         self,
         prompt: Sequence[int],
         *,
-        sampling: SamplingConfig,
+        request: Request,
         stopping: Stopping,
         random: RandomSource,
         stats: DecodeStats,
+        processors: TextProcessors | None = None,
     ) -> Iterator[Step]:
-        """Decode after `prompt` (at least one id) until a stop rule holds; K and the rule are those of `stats`.
+        """Decode after `prompt` (at least one id) until a stop rule holds; K is that of `stats`.
 
-        A row of p that is NaN or infinite is a UserError.
+        A row of p that is NaN, infinite or without any token is a UserError when the text reaches it.
         """
         with torch.no_grad():
-            text = _Text(self, prompt, sampling, random, stats)
+            text = _Text(self, prompt, request, random, stats, processors)
         reason: FinishReason | None = None
         while reason is None:
             with torch.no_grad():
@@ -87,134 +86,87 @@ class _Text:
     """One text being decoded: committed x_1…x_n, of which the target has seen n - 1 and the drafter n - 1 anchors."""
 
     def __init__(
-        self, engine: Engine, prompt: Sequence[int], sampling: SamplingConfig, random: RandomSource, stats: DecodeStats
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        request: Request,
+        random: RandomSource,
+        stats: DecodeStats,
+        processors: TextProcessors | None,
     ) -> None:
         self.target = engine.target
         self.drafter = engine.drafter if stats.draft_length else None
-        self.sampling = sampling
-        self.random = random
-        self.stats = stats
+        self.request, self.random, self.stats = request, random, stats
+        self.rule = engine.rule or request.rule
+        self.laws = Laws(request, processors, self.drafter.draft_ids if self.drafter else None)
+        self.shape = TreeShape.parse(request.tree) if request.tree and self.drafter else None
         self.watch = Stopwatch(stats, self.target.device)
+        self.text = torch.tensor(list(prompt), device=self.target.device)
         with self.watch.phase("prefill"):
-            self._prefill(torch.tensor([list(prompt)], device=self.target.device))
+            self._prefill(self.text[None])
 
     def _prefill(self, prompt: Tensor) -> None:
-        self.length = prompt.shape[1]
-        self.last = prompt[:, -1]
         self.target.start(self.drafter.feature_layers if self.drafter else ())
         if self.drafter:
             self.drafter.start(prompt)
-        if self.length > 1:
+        if prompt.shape[1] > 1:
             output = self.target.forward(prompt[:, :-1], num_logits=0)
             if self.drafter:
                 self.drafter.ingest(output.features, prompt[:, 1:])
 
     def step(self, stopping: Stopping) -> Step:
+        length = len(self.text)
         with self.watch.phase("draft"):
-            drafts = self._draft(self._room_for_drafts(stopping.remaining))
+            self.random.seek(length)
+            proposal = self._propose(self._room_for_drafts(stopping.remaining))
         with self.watch.phase("verify"):
-            block = torch.cat([self.last[:, None], drafts.tokens], dim=1) if drafts else self.last[:, None]
-            output = self.target.forward(block, num_logits=block.shape[1])
-            verdict, counts, overlap = self._judge(drafts, output.logits)
+            output = proposal.forward(self.target)
+        with self.watch.phase("rule"):
+            self.random.seek(length)
+            p, check = self.laws.p(output.logits[0], self.text, proposal.suffixes)
+            outcome = proposal.judge(self.rule, p, check, self.random)
         with self.watch.phase("other"):
-            kept, reason = stopping.cut(counts.tokens)
-            self.stats.record(counts.drafted, counts.accepted, kept, overlap)
-            self.stats.residual_empty += counts.residual_empty
-            self.stats.nonfinite_drafts += counts.nonfinite
+            kept, reason = stopping.cut(outcome.tokens)
+            logprobs = self._logprobs(output.logits[0], outcome)[:kept] if self.request.logprobs else ()
+            self._count(outcome, kept)
             if reason is None:
-                self._commit(block, verdict, counts.accepted, output.features)
-            drafted = tuple(index < counts.accepted for index in range(kept))
-        return Step(tuple(counts.tokens[:kept]), drafted, reason)
+                self._commit(outcome, output.features)
+            drafted = tuple(index < len(outcome.path) for index in range(kept))
+        return Step(tuple(outcome.tokens[:kept]), drafted, reason, tuple(logprobs))
 
     def _room_for_drafts(self, remaining: int) -> int:
         """K of this step: a step commits up to K + 1 tokens. Without any anchor there is nothing to draft from."""
-        if self.drafter is None or self.length < 2:
+        if self.drafter is None or len(self.text) < 2:
             return 0
         return min(self.stats.draft_length, remaining - 1)
 
-    def _draft(self, count: int) -> Drafts | None:
-        if not count:
-            return None
-        assert self.drafter is not None
-        tokens, rows, finite = [], [], []
-        previous = self.last
-        for k in range(1, count + 1):
-            logits = self.drafter.draft(k, previous)
-            previous, q = propose(logits, self.sampling, self.random)
-            finite.append(finite_rows(logits))
-            rows.append(q)
-            if self.drafter.draft_ids is not None:
-                previous = self.drafter.draft_ids[previous]
-            tokens.append(previous)
-        # Only drafts from the bad row on are dropped: dropping an earlier one because of a row that depends on it would
-        # choose among samples after seeing them, and bend the output.
-        good = torch.stack(finite, dim=1)
-        return Drafts(
-            torch.stack(tokens, dim=1),
-            torch.stack(rows, dim=1).masked_fill(~good[..., None], 0.0),
-            good.long().cumprod(dim=1).sum(dim=1),
-        )
-
-    def _judge(self, drafts: Drafts | None, logits: Tensor) -> "tuple[Verdict, _Counts, list[float]]":
-        p = to_probs(logits, self.sampling)
-        if drafts is None:
-            empty = logits.new_zeros(1, 0)
-            drafts = Drafts(empty.long(), p[:, :0], empty.long().sum(dim=1))
-        q = spread(drafts.q, self.drafter.draft_ids if self.drafter else None, p.shape[-1])
-        verdict = verify(self.stats.rule, drafts.tokens, q, p, self.random, drafts.lengths)
-        counts = _Counts.read(drafts, verdict, finite_rows(logits))
-        overlap: list[float] = torch.minimum(p[:, : q.shape[1]], q).sum(dim=-1)[0].tolist()
-        return verdict, counts, overlap
-
-    def _commit(self, block: Tensor, verdict: Verdict, accepted: int, features: Tensor) -> None:
-        """Keep x_n and the accepted drafts in the target, and show the drafter each of them with its next token."""
-        self.target.rollback(self.length + accepted)
-        self.length += accepted + 1
-        self.last = verdict.next_token
-        if self.drafter:
-            next_tokens = torch.cat([block[:, 1 : accepted + 1], self.last[:, None]], dim=1)
-            self.drafter.ingest(features[:, : accepted + 1], next_tokens)
-
-
-def propose(logits: Tensor, sampling: SamplingConfig, random: RandomSource) -> tuple[Tensor, Tensor]:
-    """One draft [B] (an id of the draft vocabulary) from logits [B, Vd], and the q [B, Vd] it was drawn from."""
-    q = to_probs(logits, sampling)
-    return (q.argmax(dim=-1) if sampling.greedy else random.categorical(q)), q
-
-
-def spread(q: Tensor, draft_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """q [B, K, Vd] over the draft vocabulary to [B, K, V]: zero where the drafter can propose nothing."""
-    if draft_ids is None or not q.shape[1]:
-        return q
-    return q.new_zeros(*q.shape[:-1], vocab_size).index_copy_(-1, draft_ids, q)
-
-
-def effective_rule(sampling: SamplingConfig) -> str:
-    """The exact rule for these settings."""
-    return "greedy" if sampling.greedy else "token"
-
-
-@dataclass
-class _Counts:
-    """The outcome of a step as Python numbers, read from the device in one go."""
-
-    drafted: int
-    accepted: int
-    nonfinite: int
-    residual_empty: int
-    tokens: list[int]
-
-    @classmethod
-    def read(cls, drafts: Drafts, verdict: Verdict, finite: Tensor) -> "_Counts":
-        scalars = [drafts.lengths, verdict.num_accepted, verdict.residual_empty.long(), verdict.next_token]
-        row = torch.cat([torch.stack(scalars, dim=1), drafts.tokens, finite.long()], dim=1)[0]
-        values: list[int] = row.tolist()
-        drafted, accepted, residual_empty, next_token = values[:4]
-        asked = drafts.tokens.shape[1]
-        tokens, p_finite = values[4 : 4 + asked], values[4 + asked :]
-        if not all(p_finite[: accepted + 1]):
-            raise UserError(
-                "the base returned NaN or infinite logits; load it with --dtype float32 (or bfloat16), "
-                "or check its weights."
+    def _propose(self, count: int) -> "Chain | Tree":
+        last, vocab_size = self.text[-1:], self.target.vocab_size
+        if self.shape is not None and count:
+            assert self.drafter is not None
+            return draft_tree(
+                self.drafter, self.shape, count, last, self.text, self.laws, vocab_size, self.request, self.random
             )
-        return cls(drafted, accepted, int(drafted < asked), residual_empty, [*tokens[:accepted], next_token])
+        return draft_chain(self.drafter, count, last, self.text, self.laws, vocab_size, self.request, self.random)
+
+    def _logprobs(self, logits: Tensor, outcome: Outcome) -> list[float]:
+        rows = logits[[0, *outcome.path]].log_softmax(dim=-1)
+        chosen: list[float] = rows.gather(1, torch.tensor(outcome.tokens, device=rows.device)[:, None])[:, 0].tolist()
+        return chosen
+
+    def _count(self, outcome: Outcome, kept: int) -> None:
+        self.stats.record(outcome.drafted, len(outcome.path), kept, outcome.overlap, outcome.nodes)
+        self.stats.residual_empty += outcome.residual_empty
+        self.stats.unusable_q += outcome.unusable_q
+
+    def _commit(self, outcome: Outcome, features: Tensor) -> None:
+        """Keep x_n and the accepted drafts in the target, and show the drafter each of them with its next token."""
+        length, accepted = len(self.text), len(outcome.path)
+        if outcome.path == list(range(1, accepted + 1)):
+            self.target.rollback(length + accepted)
+        else:
+            self.target.keep(length, [length - 1 + row for row in outcome.path])
+        committed = torch.tensor(outcome.tokens, device=self.text.device)
+        self.text = torch.cat([self.text, committed])
+        if self.drafter:
+            self.drafter.ingest(features[:, [0, *outcome.path]], committed[None])

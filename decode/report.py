@@ -4,7 +4,7 @@ Knows: rich, and whether a stream is a terminal. Refuses to measure.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from decode.check import FALSE_ALARM, Finding
 from decode.stats import DecodeStats
 
 
@@ -19,7 +20,7 @@ def show_stats(stats: DecodeStats) -> None:
     """Statistics of a run on stderr: a table on a terminal, one line otherwise."""
     rate = stats.committed / max(stats.total_seconds, 1e-9)
     rows = {
-        "acceptance length": f"{stats.accept_len:.2f} tokens per step (K = {stats.draft_length}, {stats.rule})",
+        "acceptance length": f"{stats.accept_len:.2f} tokens per step ({_how(stats)})",
         "tokens": f"{stats.committed} in {stats.steps} steps, {rate:.1f} per second",
     }
     if stats.draft_length:
@@ -27,8 +28,14 @@ def show_stats(stats: DecodeStats) -> None:
         rows["accepted"] = f"{stats.accepted} of {stats.drafted} drafts; per position {shares}"
         rows["alpha"] = _shares(stats.alpha)
     rows["seconds"] = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in stats.seconds.items())
-    if stats.nonfinite_drafts:
-        rows["not finite"] = f"{stats.nonfinite_drafts} steps drafted less because the heads returned NaN or infinity"
+    if not stats.lossless:
+        rows["lossy"] = f"the rule {stats.rule} does not keep the base's distribution"
+    if stats.unusable_q:
+        rows["unusable q"] = (
+            f"{stats.unusable_q} steps drafted less: q was NaN, infinite, or empty after the processors"
+        )
+    if stats.undrafted_texts:
+        rows["no drafts"] = f"{stats.undrafted_texts} texts, because a processor may keep state"
     if stats.residual_empty:
         rows["empty residual"] = f"{stats.residual_empty} steps drew the recovered token from the base (rounding)"
     if not sys.stderr.isatty():
@@ -40,20 +47,44 @@ def show_stats(stats: DecodeStats) -> None:
     Console(stderr=True).print(table)
 
 
+def _how(stats: DecodeStats) -> str:
+    shape = f", tree {stats.tree}" if stats.tree else ""
+    return f"K = {stats.draft_length}, {stats.rule}{shape}"
+
+
 def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     """The table of `bench`, with the settings that belong to the numbers."""
     title = (
         f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, "
-        f"K = {report['draft_length']}, temperature {report['temperature']:g}, {report['num_prompts']} prompts"
+        f"K = {report['draft_length']}, {report['verify']}, temperature {report['temperature']:g}, "
+        f"{report['num_prompts']} prompts"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("", "tokens/s", "acceptance length", "tokens", "mtp is faster by"):
+    for column in ("", "tokens/s", "acceptance length", "rule's share", "tokens", "mtp is faster by"):
         table.add_column(column, justify="right" if column else "left")
     for side in report["results"]:
         length = f"{side['accept_len']:.2f}" if "accept_len" in side else "-"
         ratio = f"{report['ratios'][side['name']]:.2f}×" if side["name"] in report["ratios"] else ""
-        table.add_row(side["name"], f"{side['tok_per_s']:.1f}", length, str(side["tokens"]), ratio)
+        share = f"{side['rule_share']:.1%}" if "rule_share" in side else "-"
+        table.add_row(side["name"], f"{side['tok_per_s']:.1f}", length, share, str(side["tokens"]), ratio)
     Console(stderr=to_stderr).print(table)
+
+
+def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_stderr: bool) -> None:
+    """The table of `check`, and what its outcome means."""
+    table = Table(title=title, title_justify="left")
+    for column in ("check", "", "measured"):
+        table.add_column(column)
+    for finding in findings:
+        table.add_row(finding.name, "[green]passed[/]" if finding.passed else "[red]FAILED[/]", finding.text)
+    failed = sum(not finding.passed for finding in findings)
+    console = Console(stderr=to_stderr, highlight=False)
+    console.print(table)
+    verdict = "decoding is lossless as far as these checks see" if not failed else f"{failed} of {len(findings)} failed"
+    console.print(
+        f"{verdict} ({seconds:.0f} s). Each chi-square test rejects an exact decoder once in {1 / FALSE_ALARM:,.0f} "
+        "seeds; a negative control must find a fault that was built in."
+    )
 
 
 @contextmanager

@@ -14,11 +14,15 @@ from typing import Any, Literal
 
 import torch
 
-Phase = Literal["prefill", "draft", "verify", "other"]
+Phase = Literal["prefill", "draft", "verify", "rule", "other"]
+
+
+_FAULTS = ("residual_empty", "unusable_q", "undrafted_texts")
 
 
 def _phases() -> dict[Phase, float]:
-    return {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "other": 0.0}
+    """Seconds of the prompt, drafting, the base's forward over the drafts, processors and acceptance rule, the rest."""
+    return {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "rule": 0.0, "other": 0.0}
 
 
 @dataclass
@@ -26,9 +30,11 @@ class DecodeStats:
     """Counts of one text; `merge` adds those of another with the same settings."""
 
     rule: str
-    """The rule that really judged the drafts."""
+    """The rule that really judged the drafts; the name of a lossy one begins with `lossy`."""
     draft_length: int
-    """K that was asked for; a step near the end of a text may draft fewer."""
+    """K that was asked for, or the depth of the tree; a step near the end of a text may draft fewer."""
+    tree: str | None = None
+    """The shape of the tree, if several drafts stood at one position."""
     steps: int = 0
     """Base forwards after the prefill."""
     committed: int = 0
@@ -46,8 +52,10 @@ class DecodeStats:
     """[K + 1] how many steps committed 1, 2, …, K + 1 tokens."""
     residual_empty: int = 0
     """Steps whose residual had no mass and fell back to p."""
-    nonfinite_drafts: int = 0
-    """Steps whose drafts were cut short by a row of q that was NaN or infinite."""
+    unusable_q: int = 0
+    """Steps that drafted less because q was NaN, infinite, or had no token left after the processors."""
+    undrafted_texts: int = 0
+    """Texts decoded without drafts because a processor of the request may keep state."""
     seconds: dict[Phase, float] = field(default_factory=_phases)
 
     def __post_init__(self) -> None:
@@ -57,14 +65,18 @@ class DecodeStats:
         self.alpha_sum = self.alpha_sum or [0.0] * self.draft_length
         self.histogram = self.histogram or [0] * (self.draft_length + 1)
 
-    def record(self, drafted: int, accepted: int, committed: int, overlap: Sequence[float]) -> None:
-        """Count one step: what was drafted, how many of those stayed, how many tokens the stop rules let through, and
-        sum_x min(p, q) of each draft. A discarded tail takes its drafts out of every count."""
+    def record(
+        self, drafted: int, accepted: int, committed: int, overlap: Sequence[float], nodes: int | None = None
+    ) -> None:
+        """Count one step: how many positions were drafted, how many of those stayed, how many tokens the stop rules let
+        through, and sum_x min(p, q) of each position. `nodes` is how many drafts a tree had at these positions. A
+        discarded tail takes its drafts out of every count."""
+        nodes = drafted if nodes is None else nodes
         if committed < accepted + 1:  # the stop rules cut the block: what follows was never part of the text
-            drafted = accepted = min(accepted, committed)
+            drafted = accepted = nodes = min(accepted, committed)
         self.steps += 1
         self.committed += committed
-        self.drafted += drafted
+        self.drafted += nodes
         self.accepted += accepted
         self.histogram[committed - 1] += 1
         for index in range(drafted):
@@ -74,10 +86,14 @@ class DecodeStats:
                 self.reached_at[index] += 1
                 self.alpha_sum[index] += overlap[index]
 
+    def empty(self) -> "DecodeStats":
+        """Counters at zero for more texts of the same settings."""
+        return DecodeStats(self.rule, self.draft_length, self.tree)
+
     def merge(self, other: "DecodeStats") -> None:
         """Add the counts of another text decoded with the same draft length."""
         assert other.draft_length == self.draft_length, (other.draft_length, self.draft_length)
-        for name in ("steps", "committed", "drafted", "accepted", "residual_empty", "nonfinite_drafts"):
+        for name in ("steps", "committed", "drafted", "accepted", *_FAULTS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("drafted_at", "accepted_at", "reached_at", "alpha_sum", "histogram"):
             setattr(self, name, [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)])
@@ -100,14 +116,21 @@ class DecodeStats:
         return _shares(self.alpha_sum, self.reached_at)
 
     @property
+    def lossless(self) -> bool:
+        """Whether the rule keeps the law of p."""
+        return not self.rule.startswith("lossy")
+
+    @property
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        counts = ("steps", "committed", "drafted", "accepted", "histogram", "residual_empty", "nonfinite_drafts")
+        counts = ("steps", "committed", "drafted", "accepted", "histogram", *_FAULTS)
         return {
             "verify": self.rule,
+            "lossless": self.lossless,
+            "tree": self.tree,
             "draft_length": self.draft_length,
             "accept_len": self.accept_len,
             **{name: getattr(self, name) for name in counts},

@@ -1,4 +1,4 @@
-"""When a text ends: end-of-sequence ids, stop strings, the length limit and the base's context, in order.
+"""When a text ends: end-of-sequence ids, stop ids and strings, the caller, the length limit, the context; in order.
 
 Knows: committed tokens and how to turn ids into text. Refuses to know which of them were drafted: a block of tokens
 ends exactly where plain decoding would have ended.
@@ -10,8 +10,10 @@ from typing import Literal
 
 from mtp.errors import UserError
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "callback", "length", "context"]
 ToText = Callable[[Sequence[int]], str]
+StopWhen = Callable[[Sequence[int]], bool]
+"""Given all committed ids, the newest last: whether the text ends here."""
 
 # Tokens beyond the bytes of the longest stop string, so that a window that starts mid-character is harmless.
 _WINDOW_MARGIN = 4
@@ -43,18 +45,28 @@ def room(prompt_length: int, context_length: int, max_new_tokens: int) -> Limit:
 class Stopping:
     """Cuts blocks of committed tokens. One object per text; feed it every block in order.
 
-    A token that ends the text belongs to it (as in transformers' `generate`), whether it is an end-of-sequence id or
-    completes a stop string. Stop strings are looked for in the text including special tokens, generated part only.
+    A token that ends the text belongs to it (as in transformers' `generate`), whether it is an end-of-sequence id, a
+    stop id, or completes a stop string. Stop strings are looked for in the text including special tokens, generated
+    part only. `stop_when` is asked after every token, in order, also inside a block.
     """
 
     def __init__(
-        self, limit: Limit, eos_token_ids: Sequence[int] = (), stop: Sequence[str] = (), to_text: ToText | None = None
+        self,
+        limit: Limit,
+        eos_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        to_text: ToText | None = None,
+        *,
+        stop_ids: Sequence[int] = (),
+        stop_when: StopWhen | None = None,
     ) -> None:
         if any(not text for text in stop):
             raise UserError("--stop is an empty string; give some text, or leave the option out.")
         assert to_text is not None or not stop, "stop strings need a tokenizer"
         self._limit = limit
         self._eos = frozenset(eos_token_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._stop_when = stop_when
         self._stop = tuple(stop)
         self._to_text = to_text
         # A token of a stop string holds at least one of its bytes, so this many tokens always contain all of it.
@@ -80,8 +92,10 @@ class Stopping:
     def _reason(self, token: int, length: int) -> FinishReason | None:
         if token in self._eos:
             return "eos"
-        if self._stop and self._completes_stop(length):
+        if token in self._stop_ids or (self._stop and self._completes_stop(length)):
             return "stop"
+        if self._stop_when is not None and self._stop_when(self._tokens[:length]):
+            return "callback"
         return self._limit.reason if length >= self._limit.tokens else None
 
     def _completes_stop(self, length: int) -> bool:

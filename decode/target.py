@@ -6,6 +6,7 @@ in place of the base by implementing `Target`.
 Shapes: B batch, T position, F features, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from decode.skinny import fast_products
 from mtp.base import FrozenBase
 from mtp.cache import BaseCache
+from mtp.tree_mask import TreeMask
 
 PREFILL_CHUNK = 512
 """Prompt positions per forward: bounds the memory of attention without costing speed."""
@@ -37,6 +39,9 @@ class Target(Protocol):
     def context_length(self) -> int: ...
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def start(self, feature_layers: tuple[int, ...]) -> None:
@@ -45,8 +50,15 @@ class Target(Protocol):
     def forward(self, tokens: Tensor, num_logits: int) -> TargetOutput:
         """Append tokens [B, T]; logits of the last `num_logits` of them."""
 
+    def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
+        """Append a tree: tokens [1, R] of which row r sees the cached ones and visible[r] [R, R], at depths[r] [R]
+        places behind the first row. Logits of all. `keep` must follow before anything else is appended."""
+
     def rollback(self, length: int) -> None:
         """Drop everything after the first `length` tokens."""
+
+    def keep(self, length: int, positions: Sequence[int]) -> None:
+        """Keep the first `length` tokens and, behind them, those at `positions`, which rise."""
 
 
 class BaseTarget:
@@ -60,6 +72,10 @@ class BaseTarget:
     @property
     def context_length(self) -> int:
         return self.base.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -84,3 +100,15 @@ class BaseTarget:
     def rollback(self, length: int) -> None:
         assert self._cache is not None, "start() was not called"
         self._cache.rollback(length)
+
+    def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
+        assert self._cache is not None, "start() was not called"
+        with fast_products(tokens):
+            output = self.base.forward(
+                tokens, cache=self._cache, feature_layers=self._feature_layers, tree=TreeMask(visible, depths)
+            )
+            return TargetOutput(self.base.logits(output.hidden), output.features)
+
+    def keep(self, length: int, positions: Sequence[int]) -> None:
+        assert self._cache is not None, "start() was not called"
+        self._cache.keep(length, positions)

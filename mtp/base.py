@@ -26,9 +26,11 @@ from mtp.errors import UserError
 from mtp.fingerprint import model_checksum, model_fingerprint, tokenizer_fingerprint
 from mtp.loading import choose_device, load
 from mtp.output import OutputScale, project
+from mtp.tree_mask import TreeMask, tree_fault
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed the argument in 5.24
 _CONTEXT_UNKNOWN = 2**31 - 1
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class FrozenBase:
         self._arguments = frozenset(inspect.signature(self._inner.forward).parameters)
         self._scale = OutputScale.from_config(self._text_config)
         self._check_sizes()
+        self._tree_fault: str | None = _UNKNOWN
         self.final_norm = probe(model, self._inner, self.logits, name)
 
     @classmethod
@@ -169,6 +172,18 @@ class FrozenBase:
             raise UserError(refusal(self.name, f"the private cache of {type(self._inner).__name__}"))
         return new_cache(self.model.config, self.name)
 
+    def require_trees(self) -> None:
+        """UserError naming the base unless it can run over trees of tokens; found out once."""
+        if self._tree_fault is _UNKNOWN:
+            self._tree_fault = tree_fault(self)
+        if self._tree_fault is not None:
+            raise UserError(f"--tree cannot be used with base {self.name!r}: {self._tree_fault}; leave --tree out.")
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the place of each token can be given, as trees need."""
+        return "position_ids" in self._arguments
+
     @property
     def _cache_argument(self) -> str | None:
         return next((argument for argument in _CACHE_ARGUMENTS if argument in self._arguments), None)
@@ -181,21 +196,25 @@ class FrozenBase:
         cache: BaseCache | None = None,
         attention_mask: Tensor | None = None,
         feature_layers: Sequence[int] = (),
+        tree: TreeMask | None = None,
     ) -> BaseOutput:
         """Run the base over new tokens [B, T] that follow what `cache` holds, and extend the cache by them.
 
         attention_mask [B, T_total] (1 or True = a real token) covers cached and new positions; a token's position is
         the number of real tokens before it, so left padding does not shift it. feature_layers: ids in 0…num_layers.
+        tree: what each of the new tokens sees and where it stands (B = 1, without attention_mask); see `require_trees`.
         """
         with self._recorded(feature_layers) as states:
-            hidden = self._run(tokens, cache, attention_mask)
+            hidden = self._run(tokens, cache, attention_mask, tree)
         states[self.num_layers] = hidden
         if not feature_layers:
             return BaseOutput(hidden=hidden, features=hidden[..., :0])
         wanted = [states[layer] for layer in feature_layers]
         return BaseOutput(hidden=hidden, features=wanted[0] if len(wanted) == 1 else torch.cat(wanted, dim=-1))
 
-    def _run(self, tokens: Tensor, cache: BaseCache | None, attention_mask: Tensor | None) -> Tensor:
+    def _run(
+        self, tokens: Tensor, cache: BaseCache | None, attention_mask: Tensor | None, tree: TreeMask | None
+    ) -> Tensor:
         past = 0 if cache is None else cache.length
         arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
         if cache is not None:
@@ -204,8 +223,12 @@ class FrozenBase:
         if attention_mask is not None:
             assert attention_mask.shape == (tokens.shape[0], past + tokens.shape[1])
             arguments["attention_mask"] = attention_mask
-            if "position_ids" in self._arguments:
+            if self.takes_positions:
                 arguments["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
+        if tree is not None:
+            assert tokens.shape[0] == 1
+            assert attention_mask is None
+            arguments |= tree.arguments(past, self.dtype)
         hidden: Tensor = self._inner(**arguments).last_hidden_state
         if cache is not None:
             cache.advance(tokens.shape[1])

@@ -10,8 +10,10 @@ are refused by name in `new_cache`.
 Shapes: B batch, T position. Keys and values are [B, heads, T, head size].
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -66,6 +68,14 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
         """Keep the first `length` positions. Layers that share another layer's keys stay empty, hence the minimum."""
         self._show(min(length, self.length))
 
+    def keep(self, length: int, positions: Tensor) -> None:
+        """Keep the first `length` positions and, behind them, those at `positions` [n], which rise."""
+        if self._buffers is None:
+            return
+        for buffer in self._buffers:  # indexing copies before it writes, so the ranges may overlap
+            buffer[:, :, length : length + len(positions)] = buffer[:, :, positions]
+        self._show(length + len(positions))
+
     def get_seq_length(self, *_: Any) -> int:
         return self.length
 
@@ -81,7 +91,9 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
 class BaseCache:
     """Keys and values of the base for the first `length` positions."""
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], slides: bool = False) -> None:
+        self.slides = slides
+        """Whether a layer of the base sees a sliding window only."""
         self.layers = [layer for layer in layers if isinstance(layer, RollbackLayer)]
         self.length = 0
         self.native = Cache(layers=layers)
@@ -101,6 +113,17 @@ class BaseCache:
             layer.rollback(length)
         self.length = length
 
+    def keep(self, length: int, positions: Sequence[int]) -> None:
+        """Keep the first `length` positions and, moved up behind them, those at `positions`, which rise.
+
+        For the accepted path of a tree: its rows were computed for the places they move to.
+        """
+        assert all(length <= place < self.length for place in positions), (length, positions, self.length)
+        for layer in self.layers:
+            if layer._buffers is not None:
+                layer.keep(length, torch.tensor(list(positions), device=layer._buffers[0].device))
+        self.length = length + len(positions)
+
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` [B'] (long), in that order; this copies the cache once."""
         for layer in self.layers:
@@ -113,7 +136,8 @@ class BaseCache:
 def new_cache(config: Any, base_name: str) -> BaseCache:
     """Empty cache for a base with this config, or UserError when one of its layers keeps another kind of state."""
     layers: list[Any] = []
-    for native in DynamicCache(config=config).layers:
+    natives = DynamicCache(config=config).layers
+    for native in natives:
         if type(native) in (DynamicLayer, DynamicSlidingWindowLayer):
             layers.append(RollbackLayer())
         elif (
@@ -124,7 +148,7 @@ def new_cache(config: Any, base_name: str) -> BaseCache:
             raise UserError(refusal(base_name, type(native).__name__))
     if not layers:  # the config does not tell its layers apart, so all are plain attention
         layers = [RollbackLayer() for _ in range(int(config.get_text_config(decoder=True).num_hidden_layers))]
-    return BaseCache(layers)
+    return BaseCache(layers, slides=any(type(native) is DynamicSlidingWindowLayer for native in natives))
 
 
 def refusal(base_name: str, cache_type: str) -> str:

@@ -35,27 +35,29 @@ Rule = Callable[[Tensor, Tensor, Tensor, RandomSource, Tensor], Verdict]
 
 
 def verify(
-    rule: str,
+    rule: str | Rule,
     draft_tokens: Tensor,
     q: Tensor,
     p: Tensor,
     random: RandomSource,
     lengths: Tensor | None = None,
 ) -> Verdict:
-    """Apply `rule` to draft_tokens [B, K], q [B, K, V] and p [B, K + 1, V].
+    """Apply `rule`, a name or a function, to draft_tokens [B, K], q [B, K, V] and p [B, K + 1, V].
 
     `lengths` [B] says how many of the K drafts of a row count (default: all); what lies beyond is ignored, and the row
     of p after the last draft that counts gives its bonus token. K = 0 draws one token from p. An unknown rule is a
     UserError.
     """
-    check_rule(rule)
+    if isinstance(rule, str):
+        check_rule(rule)
+        rule = RULES[rule]
     batch, drafts = draft_tokens.shape
     assert q.shape[:2] == (batch, drafts), (q.shape, draft_tokens.shape)
     assert p.shape[:2] == (batch, drafts + 1), (p.shape, draft_tokens.shape)
     assert p.shape[-1] == q.shape[-1] or drafts == 0, (p.shape, q.shape)
     if lengths is None:
         lengths = torch.full((batch,), drafts, device=draft_tokens.device)
-    return RULES[rule](draft_tokens, q, p, random, lengths)
+    return rule(draft_tokens, q, p, random, lengths)
 
 
 def check_rule(rule: str) -> None:
@@ -158,7 +160,7 @@ def block_thresholds(draft_tokens: Tensor, q: Tensor, p: Tensor, lengths: Tensor
     weights = torch.stack(columns, dim=1)
     inner = weights[:, :-1]
     gain = (inner.to(p.dtype)[..., None] * p[:, 1:drafts] - q[:, 1:]).relu_().sum(dim=-1, dtype=torch.float64)
-    below = gain + 1 - inner
+    below = gain + (1 - inner)  # in this order: a tiny gain must not be lost to the 1
     thresholds = torch.cat([torch.where(below > 0, gain / below, 1.0), weights[:, -1:]], dim=1)
     last = torch.arange(1, drafts + 1, device=p.device) == lengths[:, None]
     return weights, torch.where(last, weights, thresholds)

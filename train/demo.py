@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from decode import Decoder
-from decode.bench import BenchSettings, bench
+from decode.bench import bench
 from decode.prompts import read_prompts
 from decode.report import show_bench
+from decode.request import Request
 from mtp.errors import UserError
-from mtp.sampling import SamplingConfig
 from train.cli import fit, run_regenerate
 from train.run import wandb_folder
 
@@ -57,9 +57,8 @@ def run(console: Console) -> dict[str, Any]:
 
     console.rule("4  rejection sampling at temperature 1, against transformers")
     prompts = read_prompts(HELD_OUT, 1 + BENCH_PROMPTS)[1:]
-    sampling = SamplingConfig(temperature=1.0)
-    settings = BenchSettings(max_new_tokens=BENCH_TOKENS, sampling=sampling, against=("transformers",))
-    report = bench(decoder, prompts, settings, str(folder / "heads"))
+    request = Request(max_new_tokens=BENCH_TOKENS, temperature=1.0, seed=0)
+    report = bench(decoder, prompts, request, str(folder / "heads"), against=("transformers",))
     show_bench(report, to_stderr=False)
     mtp, baseline = report["results"]
     return {

@@ -18,10 +18,14 @@ from mtp.targets import draft_inputs, take_anchors
 
 
 @dataclass
-class State:
+class State(ABC):
     """What an architecture must remember between steps of decoding. Each kind extends it."""
 
     batch_size: int
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> "State":
+        """A copy with the batch rows `rows` [B'] (long), in that order; a row may occur several times."""
 
 
 class Heads(nn.Module, ABC):

@@ -35,6 +35,9 @@ class MedusaState(State):
 
     features: Tensor | None = None
 
+    def select(self, rows: Tensor) -> "MedusaState":
+        return MedusaState(len(rows), None if self.features is None else self.features[rows])
+
 
 class MedusaHeads(Heads):
     """See the module. Reads one feature layer; trainable parameters: K * n * (D^2 + D)."""

@@ -108,6 +108,10 @@ class RecurrentState(State):
     length: int = 0
     hidden: Tensor | None = None
 
+    def select(self, rows: Tensor) -> "RecurrentState":
+        keys, values, hidden = (None if x is None else x[rows] for x in (self.keys, self.values, self.hidden))
+        return RecurrentState(len(rows), keys, values, self.length, hidden)
+
 
 class RecurrentHeads(Heads):
     """See the module. Trainable parameters: n_f D^2 + 2D (H + 2J) E + H E D + 3 D I + 4 D."""

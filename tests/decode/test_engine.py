@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from decode.drafters import HeadsDrafter
-from decode.engine import Engine, effective_rule
+from decode.engine import Engine
+from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
 from decode.target import BaseTarget
@@ -13,12 +14,12 @@ from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
 from mtp.initialise import new_heads
-from mtp.sampling import RandomSource, SamplingConfig
+from mtp.sampling import RandomSource
 from tests.decode.toys import PLAIN, BaseDrafter, TableDrafter, TableTarget, decode, table
 from tests.tiny import CONTEXT, tiny_base
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GREEDY = SamplingConfig()
+GREEDY = Request()
 K = 3
 
 
@@ -38,24 +39,24 @@ class Stale(BaseDrafter):
         super().ingest(features, next_tokens[:, 1:] if full else next_tokens)
 
 
-def identity_run(base: FrozenBase, drafter: BaseDrafter, sampling: SamplingConfig, total: int) -> DecodeStats:
+def identity_run(base: FrozenBase, drafter: BaseDrafter, request: Request, total: int) -> DecodeStats:
     """`total` tokens or more over several prompts, the first of one token."""
-    stats = DecodeStats(effective_rule(sampling), K)
+    stats = DecodeStats(request.reported_rule, K)
     engine = Engine(BaseTarget(base), drafter)
     seed = 0
     while stats.committed < total:
         prompt = list(range(3, 4 + seed))
-        tokens, one = decode(engine, prompt, CONTEXT - len(prompt), K, sampling=sampling, random=RandomSource(seed))
+        tokens, one = decode(engine, prompt, CONTEXT - len(prompt), K, request=request, random=RandomSource(seed))
         assert len(tokens) == CONTEXT - len(prompt)
         stats.merge(one)
         seed += 1
     return stats
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "token"])
-def test_a_drafter_that_is_the_base_is_always_accepted(base: FrozenBase, sampling: SamplingConfig) -> None:
+@pytest.mark.parametrize("asked", [GREEDY, PLAIN], ids=["greedy", "token"])
+def test_a_drafter_that_is_the_base_is_always_accepted(base: FrozenBase, asked: Request) -> None:
     """1,000 tokens. Draft and verification differ by rounding only, which rejects about once in 10 million drafts."""
-    stats = identity_run(base, BaseDrafter(base), sampling, 1_000)
+    stats = identity_run(base, BaseDrafter(base), asked, 1_000)
     assert stats.committed >= 1_000
     assert stats.drafted == stats.accepted > 700
     assert stats.accepted_per_position == [1.0] * K
@@ -95,8 +96,8 @@ def test_head_state_equals_a_fresh_recomputation(base: FrozenBase, kind: str) ->
     torch.manual_seed(0)
     heads = new_heads(HeadsOptions(kind=kind, draft_length=K), base)  # type: ignore[arg-type]
     recorder = Recorder(heads)
-    sampling = SamplingConfig(temperature=2.0)
-    _, stats = decode(Engine(BaseTarget(base), recorder), [5, 6, 7], 60, K, sampling=sampling)
+    request = Request(temperature=2.0)
+    _, stats = decode(Engine(BaseTarget(base), recorder), [5, 6, 7], 60, K, request=request)
     assert stats.histogram[0] > 0
     assert sum(stats.histogram[1:]) > 3
     assert len(recorder.first) >= stats.steps - 1  # the last step may have no room to draft
@@ -143,7 +144,7 @@ def run_counting(
     stats = DecodeStats("token", draft_length)
     engine = Engine(TableTarget(counting(), context), TableDrafter(counting(), max_draft_length=4))
     stopping = Stopping(room(len(prompt), context, new_tokens), eos)
-    steps = list(engine.run(prompt, sampling=PLAIN, stopping=stopping, random=RandomSource(0), stats=stats))
+    steps = list(engine.run(prompt, request=PLAIN, stopping=stopping, random=RandomSource(0), stats=stats))
     assert [step.finish_reason for step in steps[:-1]] == [None] * (len(steps) - 1)
     tokens = tuple(token for step in steps for token in step.tokens)
     assert stats.committed == len(tokens) == sum(len(step.drafted) for step in steps)
@@ -216,24 +217,24 @@ def test_draft_length_beyond_the_heads_is_refused(asked: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "token"])
-def test_drafts_that_are_not_finite_are_dropped_and_counted(bad: float, sampling: SamplingConfig) -> None:
+@pytest.mark.parametrize("asked", [GREEDY, PLAIN], ids=["greedy", "token"])
+def test_drafts_that_are_not_finite_are_dropped_and_counted(bad: float, asked: Request) -> None:
     q = counting()
     q[:, 4:, 0] = bad
     engine = Engine(TableTarget(counting()), TableDrafter(q, max_draft_length=4))
-    tokens, stats = decode(engine, [0, 1], 10, 4, sampling=sampling)
+    tokens, stats = decode(engine, [0, 1], 10, 4, request=asked)
     assert tokens == (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-    assert stats.nonfinite_drafts == stats.steps - 1  # the last step has no room to draft
+    assert stats.unusable_q == stats.steps - 1  # the last step has no room to draft
     assert stats.accepted == stats.drafted == 3  # 2, 3 and 4; nothing can be drafted after 4
 
 
 @pytest.mark.parametrize("draft_length", [0, 2])
-@pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "token"])
-def test_a_base_that_is_not_finite_is_refused(draft_length: int, sampling: SamplingConfig) -> None:
+@pytest.mark.parametrize("asked", [GREEDY, PLAIN], ids=["greedy", "token"])
+def test_a_base_that_is_not_finite_is_refused(draft_length: int, asked: Request) -> None:
     p = counting()
     p[:, 5, 0] = torch.nan
     with pytest.raises(UserError, match="base returned NaN"):
-        decode(Engine(TableTarget(p), TableDrafter(counting())), [0, 1], 10, draft_length, sampling=sampling)
+        decode(Engine(TableTarget(p), TableDrafter(counting())), [0, 1], 10, draft_length, request=asked)
 
 
 def test_alpha_matches_the_tables() -> None:
@@ -252,7 +253,7 @@ def test_draft_vocabulary_reaches_only_its_tokens() -> None:
     engine = Engine(TableTarget(table(4, vocab=12)), TableDrafter(q, draft_ids=allowed))
     stats = DecodeStats("token", 3)
     stopping = Stopping(room(2, 1_000, 200))
-    steps = list(engine.run([0, 1], sampling=PLAIN, stopping=stopping, random=RandomSource(0), stats=stats))
+    steps = list(engine.run([0, 1], request=PLAIN, stopping=stopping, random=RandomSource(0), stats=stats))
     tokens = [pair for step in steps for pair in zip(step.tokens, step.drafted, strict=True)]
     assert {token for token, is_draft in tokens if is_draft} == set(allowed.tolist())
     assert len({token for token, is_draft in tokens if not is_draft}) == 12

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from decode import engine as engine_module
 from decode.engine import Engine
+from decode.request import Request
 from mtp import verify as verify_module
-from mtp.sampling import RandomSource, SamplingConfig, to_probs
+from mtp.sampling import RandomSource, to_probs
 from mtp.verify import Verdict, at_row, at_tokens, leading, token_residual, token_rule
 from tests.decode.toys import PLAIN, TableDrafter, TableTarget, decode, table, total_variation, true_law, walk
 
@@ -26,7 +27,7 @@ def law_error(
     p: Tensor = P,
     q: Tensor = Q,
     prompt: tuple[int, ...] = (1, 2),
-    sampling: SamplingConfig = PLAIN,
+    request: Request = PLAIN,
     draft_ids: Tensor | None = None,
     eos: tuple[int, ...] = (),
 ) -> float:
@@ -36,7 +37,7 @@ def law_error(
     def run(random: RandomSource) -> tuple[int, ...]:
         engine = Engine(TableTarget(p), TableDrafter(q, draft_ids=draft_ids))
         tokens, stats = decode(
-            engine, list(prompt), new_tokens, draft_length, sampling=sampling, random=random, eos=eos
+            engine, list(prompt), new_tokens, draft_length, request=request, random=random, eos=eos
         )
         assert stats.committed == len(tokens)
         seen["drafted"] += stats.drafted
@@ -47,7 +48,7 @@ def law_error(
     law = walk(run)
     assert 0 < seen["accepted"] < seen["drafted"], "a check in which nothing was accepted or rejected proves nothing"
     assert abs(sum(law.values()) - 1) < EXACT
-    return total_variation(law, true_law(to_probs(p, sampling), list(prompt), new_tokens, eos))
+    return total_variation(law, true_law(to_probs(p, request), list(prompt), new_tokens, eos))
 
 
 def sparse(logits: Tensor, *cells: tuple[int, int, int]) -> Tensor:
@@ -84,10 +85,10 @@ def test_law_with_a_draft_vocabulary() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingConfig(temperature=0.6),
-        SamplingConfig(temperature=1.3, top_k=2),
-        SamplingConfig(temperature=1.0, top_p=0.8),
-        SamplingConfig(temperature=1.0, min_p=0.4),
+        Request(verify="token", temperature=0.6),
+        Request(verify="token", temperature=1.3, top_k=2),
+        Request(verify="token", temperature=1.0, top_p=0.8),
+        Request(verify="token", temperature=1.0, min_p=0.4),
     ],
 )
 def test_law_with_processors(sampling: SamplingConfig) -> None:
@@ -108,7 +109,7 @@ def argmax_draft(logits: Tensor, sampling: SamplingConfig, random: RandomSource)
 
 @pytest.mark.parametrize("mutant", [raw_q, argmax_draft])
 def test_wrong_proposal_is_exposed(monkeypatch: pytest.MonkeyPatch, mutant: object) -> None:
-    sampling = SamplingConfig(temperature=1.0, top_k=2)
+    sampling = Request(verify="token", temperature=1.0, top_k=2)
     assert law_error(2, 3, sampling=sampling) < EXACT
     monkeypatch.setattr(engine_module, "propose", mutant)
     assert law_error(2, 3, sampling=sampling) > 0.01

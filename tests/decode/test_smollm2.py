@@ -6,12 +6,12 @@ from torch import Tensor
 
 from decode.decoder import Decoder
 from decode.engine import Engine
+from decode.request import Request
 from decode.target import BaseTarget
 from decode.text import TextStream, encode, plain_text
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.initialise import new_heads
-from mtp.sampling import SamplingConfig
 from tests.decode.toys import BaseDrafter, decode
 
 # Logits are about 20 wide; float32 products of another shape move them by some 1e-4. The gap to the second-best token
@@ -42,7 +42,7 @@ class Disturbed:
 def test_greedy_is_the_argmax_under_teacher_forcing(smollm2: FrozenBase) -> None:
     prompt = encode(smollm2.tokenizer, "Why is the sky blue?", chat=True)
     engine = Engine(BaseTarget(smollm2), BaseDrafter(smollm2, disturb=Disturbed()))
-    tokens, stats = decode(engine, prompt, 24, 3, sampling=SamplingConfig())
+    tokens, stats = decode(engine, prompt, 24, 3, request=Request())
     assert 0 < stats.accepted < stats.drafted
     assert stats.rule == "greedy"
     assert worst_gap(smollm2, prompt, list(tokens)) < MARGIN

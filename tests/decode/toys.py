@@ -1,20 +1,23 @@
 """A table-driven base and drafter, and a random source that visits every outcome."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from decode.engine import Engine, effective_rule
+from decode.engine import Engine
+from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
 from decode.target import BaseTarget, TargetOutput
 from mtp.base import FrozenBase
-from mtp.sampling import RandomSource, SamplingConfig
+from mtp.processors import TextProcessors
+from mtp.sampling import RandomSource
 
-PLAIN = SamplingConfig(temperature=1.0)
+PLAIN = Request(temperature=1.0, verify="token")
+BLOCK = Request(temperature=1.0)
 
 
 def table(seed: int, vocab: int = 3, sharpness: float = 1.0) -> Tensor:
@@ -29,6 +32,7 @@ class TableTarget:
     def __init__(self, logits: Tensor, context_length: int = 10_000) -> None:
         self.logits = logits
         self.context_length = context_length
+        self.vocab_size = logits.shape[-1]
         self.device = torch.device("cpu")
         self.tokens: list[int] = []
         self.forwards: list[int] = []
@@ -51,9 +55,26 @@ class TableTarget:
         features = torch.arange(seen, len(self.tokens), dtype=torch.float64)[None, :, None]
         return TargetOutput(logits, features)
 
+    def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
+        """Each row's text is the committed one and the rows it sees."""
+        seen = list(self.tokens)
+        rows, features = [], []
+        for row in range(tokens.shape[1]):
+            path = [int(tokens[0, other]) for other in range(tokens.shape[1]) if visible[row, other]]
+            assert len(path) == int(depths[row]) + 1
+            text = [0, *seen, *path]
+            rows.append(self.logits[text[-2], text[-1]])
+            features.append(len(seen) + len(path) - 1)
+        self.tokens = seen + tokens[0].tolist()
+        self.forwards.append(tokens.shape[1])
+        return TargetOutput(torch.stack(rows)[None], torch.tensor(features, dtype=torch.float64)[None, :, None])
+
     def rollback(self, length: int) -> None:
         assert length <= len(self.tokens)
         del self.tokens[length:]
+
+    def keep(self, length: int, positions: Sequence[int]) -> None:
+        self.tokens = self.tokens[:length] + [self.tokens[place] for place in positions]
 
 
 class TableDrafter:
@@ -65,26 +86,32 @@ class TableDrafter:
         self.feature_layers = (0,)
         self.draft_ids = draft_ids
         self.committed: list[int] = []
-        self.drafts: list[int] = []
+        self.drafts: list[list[int]] = [[]]
 
     def start(self, prompt: Tensor) -> None:
         self.committed = prompt[0, :1].tolist()
-        self.drafts = []
+        self.drafts = [[]]
 
     def ingest(self, features: Tensor, next_tokens: Tensor) -> None:
         first = len(self.committed) - 1
         assert features[0, :, 0].tolist() == list(range(first, first + next_tokens.shape[1]))
         self.committed += next_tokens[0].tolist()
-        self.drafts = []
+        self.drafts = [[]]
+
+    def fork(self, origins: Tensor) -> None:
+        self.drafts = [list(self.drafts[origin]) for origin in origins.tolist()]
 
     def draft(self, k: int, previous: Tensor) -> Tensor:
-        if k > 1:
-            self.drafts.append(int(previous))
-        assert len(self.drafts) == k - 1
-        context = [0, *self.committed, *self.drafts]
-        assert context[-1] == int(previous)
-        row = self.logits[context[-2], context[-1]]
-        return (row if self.draft_ids is None else row[self.draft_ids])[None]
+        rows = []
+        for drafts, token in zip(self.drafts, previous.tolist(), strict=True):
+            if k > 1:
+                drafts.append(token)
+            assert len(drafts) == k - 1
+            context = [0, *self.committed, *drafts]
+            assert context[-1] == token
+            row = self.logits[context[-2], context[-1]]
+            rows.append(row if self.draft_ids is None else row[self.draft_ids])
+        return torch.stack(rows)
 
 
 class Branching(RandomSource):
@@ -141,14 +168,28 @@ def decode(
     new_tokens: int,
     draft_length: int,
     *,
-    sampling: SamplingConfig = PLAIN,
+    request: Request = PLAIN,
     random: RandomSource | None = None,
     eos: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], DecodeStats]:
     """The engine's tokens and statistics."""
-    stats = DecodeStats(effective_rule(sampling), draft_length)
+    stats = DecodeStats(request.reported_rule, draft_length, request.tree)
     stopping = Stopping(room(len(prompt), engine.target.context_length, new_tokens), eos)
-    steps = engine.run(prompt, sampling=sampling, stopping=stopping, random=random or RandomSource(0), stats=stats)
+    processors = TextProcessors(
+        request,
+        prompt_length=len(prompt),
+        eos_token_ids=eos,
+        vocab_size=engine.target.vocab_size,
+        device=engine.target.device,
+    )
+    steps = engine.run(
+        prompt,
+        request=request,
+        stopping=stopping,
+        random=random or RandomSource(0),
+        stats=stats,
+        processors=processors,
+    )
     return tuple(token for step in steps for token in step.tokens), stats
 
 
@@ -192,6 +233,9 @@ class BaseDrafter:
         self.target.rollback(self.seen)
         self.pending = torch.cat([self.pending, next_tokens], dim=1)
         self.drafted = 0
+
+    def fork(self, origins: Tensor) -> None:
+        raise NotImplementedError
 
     def draft(self, k: int, previous: Tensor) -> Tensor:
         if k == 1:

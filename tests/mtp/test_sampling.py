@@ -4,21 +4,25 @@ Statistical checks state their false-alarm rate; the draws are seeded, so a chec
 """
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from mtp.errors import UserError
-from mtp.sampling import RandomSource, SamplingConfig, finite_rows, to_probs
+from mtp.sampling import RandomSource, SamplingConfig, finite_rows, option, to_probs
 
 VOCAB = 40
 
@@ -32,6 +36,12 @@ def reference(logits: torch.Tensor, config: SamplingConfig) -> torch.Tensor:
         chain.append(TopPLogitsWarper(config.top_p))
     if config.min_p:
         chain.append(MinPLogitsWarper(config.min_p))
+    if config.typical_p < 1:
+        chain.append(TypicalLogitsWarper(config.typical_p))
+    if config.epsilon_cutoff:
+        chain.append(EpsilonLogitsWarper(config.epsilon_cutoff))
+    if config.eta_cutoff:
+        chain.append(EtaLogitsWarper(config.eta_cutoff))
     return chain(torch.zeros(len(logits), 1, dtype=torch.long), logits).softmax(dim=-1)
 
 
@@ -49,6 +59,78 @@ def test_probabilities_are_those_of_transformers(
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     torch.testing.assert_close(to_probs(logits, config), reference(logits, config), atol=1e-6, rtol=1e-4)
+
+
+CUTOFFS = {
+    "typical_p": st.sampled_from([0.1, 0.6, 0.95, 1.0]),
+    "epsilon_cutoff": st.sampled_from([0.0, 0.01, 0.1, 0.99]),
+    "eta_cutoff": st.sampled_from([0.0, 0.02, 0.3, 0.99]),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    cutoffs=st.fixed_dictionaries(CUTOFFS),
+)
+def test_cutoffs_are_those_of_transformers(
+    seed: int, temperature: float, min_p: float, cutoffs: dict[str, float]
+) -> None:
+    """For any leading shape, and with tokens that are impossible already; in float64, where no token is on the edge."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    logits[3:, seed % VOCAB :] = -math.inf
+    logits[5] = -math.inf
+    logits[:, seed % 7] = 1.0
+    config = SamplingConfig(temperature=temperature, min_p=min_p, **cutoffs)
+    probs, expected = to_probs(logits, config), reference(logits, config)
+    torch.testing.assert_close(probs, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(to_probs(logits.view(1, 2, 3, VOCAB), config).view(6, VOCAB), probs)
+    assert torch.equal(to_probs(logits[4], config), probs[4])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("typical_p", 0.3), ("epsilon_cutoff", 0.1), ("eta_cutoff", 0.3), ("min_p", 0.2)]
+)
+def test_each_cutoff_cuts(option: str, value: float) -> None:
+    """The negative control of the test above: a cutoff left out would be seen."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cut = to_probs(logits, SamplingConfig(temperature=1.0, **{option: value}))
+    assert float((cut - to_probs(logits, SamplingConfig(temperature=1.0))).abs().max()) > 0.01
+
+
+def test_the_order_of_cutoffs_matters() -> None:
+    """Typical-p of what min-p left is not min-p of what typical-p left; transformers applies it later."""
+    logits = torch.log(torch.tensor([[0.4, 0.2, 0.15, 0.15, 0.1]], dtype=torch.float64))
+    config = SamplingConfig(temperature=1.0, min_p=0.5, typical_p=0.2)
+    assert to_probs(logits, config)[0].tolist() == pytest.approx([1, 0, 0, 0, 0])
+    swapped = LogitsProcessorList([TypicalLogitsWarper(0.2), MinPLogitsWarper(0.5)])(None, logits).softmax(dim=-1)
+    assert swapped[0, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"typical_p": 1e-9},
+        {"typical_p": 1 - 1e-9},
+        {"epsilon_cutoff": 0.999},
+        {"eta_cutoff": 0.999},
+        {"top_k": 2, "top_p": 0.01, "min_p": 1.0, "typical_p": 0.01, "epsilon_cutoff": 0.999, "eta_cutoff": 0.999},
+    ],
+)
+def test_a_row_that_was_a_distribution_stays_one(config: dict[str, float], scale: float, dtype: torch.dtype) -> None:
+    """Next to rows that are none, at which nothing may raise."""
+    logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(0), dtype=dtype) * scale
+    logits[0], logits[1, 3], logits[2, 3] = -math.inf, math.nan, math.inf
+    logits[3, 1:], logits[4, 2:] = -math.inf, -math.inf
+    for temperature in (1e-3, 1.0, 100.0):
+        probs = to_probs(logits, SamplingConfig(temperature=temperature, **config))
+        assert probs.dtype == dtype
+        torch.testing.assert_close(probs[finite_rows(logits)].sum(dim=-1), torch.ones(47, dtype=dtype))
+        assert (probs[3:][logits[3:] == -math.inf] == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 50.0])
@@ -93,6 +175,7 @@ def test_masked_tokens_stay_impossible() -> None:
     logits = torch.tensor([[1.0, -math.inf, 0.5]])
     for config in (
         SamplingConfig(temperature=1.0),
+        SamplingConfig(temperature=1.0, typical_p=0.999, eta_cutoff=0.001),
         SamplingConfig(temperature=2.0, top_k=3),
         SamplingConfig(temperature=1.0, top_p=0.999),
     ):
@@ -117,12 +200,64 @@ def test_finite_rows() -> None:
         ("top_p", math.nan),
         ("min_p", -0.1),
         ("min_p", 1.5),
+        ("typical_p", 0.0),
+        ("typical_p", 1.01),
+        ("typical_p", math.nan),
+        ("epsilon_cutoff", -0.1),
+        ("epsilon_cutoff", 1.0),
+        ("eta_cutoff", -0.1),
+        ("eta_cutoff", 1.0),
+        ("eta_cutoff", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.2),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", math.inf),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -math.inf),
+        ("no_repeat_ngram", -1),
+        ("min_new_tokens", -2),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(option: str, value: float) -> None:
     with pytest.raises(UserError, match="--" + option.replace("_", "-")) as error:
         SamplingConfig(**{option: value})
     assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("suppress_tokens", (4, -3), "--suppress-tokens is given token id -3; use ids of the vocabulary, from 0 up."),
+        ("bad_words_ids", ((1, -3),), "--bad-words is given token id -3; use ids of the vocabulary, from 0 up."),
+        (
+            "bad_words_ids",
+            ((1,), ()),
+            "--bad-words is given an empty sequence; use sequences of at least one token id.",
+        ),
+        ("logit_bias", {-3: 1.0}, "--logit-bias is given token id -3; use ids of the vocabulary, from 0 up."),
+        ("logit_bias", {5: math.nan}, "--logit-bias is nan for token id 5; use finite numbers, or -inf to forbid."),
+        ("logit_bias", {5: math.inf}, "--logit-bias is inf for token id 5; use finite numbers, or -inf to forbid."),
+        ("repetition_penalty", -1.0, "--repetition-penalty is -1.0; use a positive number; 1 is off."),
+        ("typical_p", 2.0, "--typical-p is 2.0; use a number above 0 and at most 1 (off)."),
+        ("eta_cutoff", 1.0, "--eta-cutoff is 1.0; use a number from 0 (off) to below 1."),
+    ],
+)
+def test_messages(option: str, value: object, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        SamplingConfig(**{option: value})
+    assert str(error.value) == message
+
+
+def test_every_option_has_help_and_its_own_default() -> None:
+    python_only = {"prefix_allowed_tokens_fn", "processors"}
+    for field in fields(SamplingConfig):
+        assert field.metadata["help"], field.name
+        assert field.metadata.get("python_only", False) == (field.name in python_only)
+    assert SamplingConfig() == SamplingConfig(logit_bias={}, bad_words_ids=(), processors=())
+    assert SamplingConfig().logit_bias is not SamplingConfig().logit_bias
+    assert hash(SamplingConfig(logit_bias={1: 2.0})) == hash(SamplingConfig(logit_bias={1: 2.0}))
+    assert option(1, "text", python_only=True).metadata == {"help": "text", "python_only": True}  # type: ignore[attr-defined]
 
 
 def test_uniform_is_open_and_repeatable() -> None:

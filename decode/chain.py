@@ -1,0 +1,130 @@
+"""A chain of drafts: one per position, each behind the other.
+
+Knows: how to draft K tokens from q, when to draft fewer without bending the law, and how a rule's verdict is read.
+Refuses to know: the base's cache, stop rules, and what is done with the outcome.
+
+Shapes: B batch, K draft position, R = K + 1 rows of the block, V vocabulary. B is 1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.drafters import Drafter
+from decode.laws import Laws, RowCheck
+from decode.request import Request
+from decode.target import Target, TargetOutput
+from mtp.sampling import RandomSource
+from mtp.verify import Rule, verify
+
+
+@dataclass
+class Outcome:
+    """What a rule decided about a block, as Python numbers. Row 0 of the block is the last committed token."""
+
+    path: list[int]
+    """Rows of the block that stay, below row 0."""
+    tokens: list[int]
+    """Their tokens, and the recovered or bonus token."""
+    drafted: int
+    """Positions that were drafted."""
+    nodes: int
+    """Drafts at these positions; more than `drafted` in a tree."""
+    overlap: list[float]
+    """sum_x min(p, q) of each position."""
+    unusable_q: bool
+    residual_empty: bool
+
+
+@dataclass
+class Chain:
+    """K drafts and the very distributions they were drawn from."""
+
+    block: Tensor
+    """[B, K + 1]: the last committed token and the drafts."""
+    q: Tensor
+    """[B, K, V], zero outside the draft vocabulary."""
+    lengths: Tensor
+    """[B] how many drafts count: those before the first row of q that was no distribution."""
+
+    def forward(self, target: Target) -> TargetOutput:
+        return target.forward(self.block, num_logits=self.block.shape[1])
+
+    def suffixes(self) -> list[Tensor]:
+        """The drafts before each row."""
+        return [self.block[0, 1 : row + 1] for row in range(self.block.shape[1])]
+
+    def judge(self, rule: str | Rule, p: Tensor, check: RowCheck, random: RandomSource) -> Outcome:
+        """Apply a rule for chains, given p [R, V]. UserError when a row of p that is none was reached."""
+        drafts = self.block[:, 1:]
+        q = self.q if drafts.shape[1] else p[None, :0]
+        verdict = verify(rule, drafts, q, p[None], random, self.lengths)
+        overlap = torch.minimum(p[None, :-1], q).sum(dim=-1, dtype=torch.float64)
+        # One transfer from the device for the whole step.
+        scalars = [self.lengths, verdict.num_accepted, verdict.next_token, verdict.residual_empty]
+        flags = [check.finite[None], check.possible[None]]
+        packed = torch.cat([torch.stack([s.double() for s in scalars], dim=1), drafts, *flags, overlap], dim=1)
+        values: list[float] = packed[0].tolist()
+        drafted, accepted, next_token, empty = (int(value) for value in values[:4])
+        asked, rows = drafts.shape[1], drafts.shape[1] + 1
+        tokens = [int(value) for value in values[4 : 4 + asked]]
+        finite, possible = values[4 + asked :][:rows], values[4 + asked + rows :][:rows]
+        check.require([int(f) for f in finite[: accepted + 1]], [int(f) for f in possible[: accepted + 1]])
+        return Outcome(
+            path=list(range(1, accepted + 1)),
+            tokens=[*tokens[:accepted], next_token],
+            drafted=drafted,
+            nodes=drafted,
+            overlap=values[4 + asked + 2 * rows :],
+            unusable_q=drafted < asked,
+            residual_empty=bool(empty),
+        )
+
+
+def draft_chain(
+    drafter: Drafter | None,
+    count: int,
+    last: Tensor,
+    committed: Tensor,
+    laws: Laws,
+    vocab_size: int,
+    request: Request,
+    random: RandomSource,
+) -> Chain:
+    """Up to `count` drafts behind last [1], the last of committed [n]; a chain without drafts when `count` is 0."""
+    tokens: list[Tensor] = [last]
+    rows, usable = [], []
+    for k in range(1, count + 1):
+        assert drafter is not None
+        suffix = torch.cat(tokens[1:]) if k > 1 else committed[:0]
+        q, good = laws.q(drafter.draft(k, tokens[-1]), vocab_size, committed, lambda suffix=suffix: [suffix])  # type: ignore[misc]
+        if stops_before(q, request):
+            break
+        tokens.append(propose(q, request, random))
+        rows.append(q)
+        usable.append(good)
+        if request.draft_min_prob > 0 and float(q[0, tokens[-1]]) < request.draft_min_prob:
+            break  # behind it, never without it: taking it back after seeing it would bend the law
+    block = torch.stack(tokens, dim=1)
+    if not rows:
+        return Chain(block, last.new_zeros(1, 0, vocab_size, dtype=torch.float32), torch.zeros_like(last))
+    # Only drafts from the first bad row on are dropped: dropping an earlier one because of a row that depends on it
+    # would choose among samples after seeing them.
+    return Chain(block, torch.stack(rows, dim=1), torch.stack(usable, dim=1).long().cumprod(dim=1).sum(dim=1))
+
+
+def propose(q: Tensor, request: Request, random: RandomSource) -> Tensor:
+    """One draft [B] from q [B, V]."""
+    return q.argmax(dim=-1) if request.greedy else random.categorical(q)
+
+
+def stops_before(q: Tensor, request: Request) -> bool:
+    """Whether q [1, V] is too unsure to draw from. The decision depends on what was drafted before, never on the draw.
+
+    Both measures are confidences in the sense of EAGLE-2 (arXiv 2406.16858), section 3; the law is kept because the
+    draft that is not made was not seen.
+    """
+    if request.draft_min_confidence > 0 and float(q.max()) < request.draft_min_confidence:
+        return True
+    return request.draft_max_entropy < float("inf") and float(torch.special.entr(q).sum()) > request.draft_max_entropy

@@ -1,0 +1,88 @@
+"""p and q of one text: the processors that look at the text so far, then the one road from logits to probabilities.
+
+Knows: the request's settings for both models, and that each row has a text of its own: what is committed and the drafts
+before it. Refuses to know: where logits come from, and what is done with the probabilities.
+
+Shapes: R rows, V vocabulary, Vd draft vocabulary, n committed tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from decode.request import Request
+from mtp.errors import UserError
+from mtp.processors import TextProcessors
+from mtp.sampling import finite_rows, to_probs
+
+Suffixes = Callable[[], Sequence[Tensor]]
+"""Gives the drafts before each of R rows, as ids [d]; only asked for when a processor looks at the text."""
+
+
+class Laws:
+    """Turns logits of the base and of the drafter into distributions over V."""
+
+    def __init__(self, request: Request, processors: TextProcessors | None, draft_ids: Tensor | None) -> None:
+        self._request, self._drafting = request, request.drafting
+        self._processors = processors if processors is not None and processors.active else None
+        self._draft_ids = draft_ids
+
+    def p(self, logits: Tensor, committed: Tensor, suffixes: Suffixes) -> tuple[Tensor, "RowCheck"]:
+        """p [R, V] of the base's logits [R, V] after committed [n] and a row's suffix, and which rows are one.
+
+        A row that is none becomes one token's: a rule may look at rows that it does not reach, and only reaching such
+        a row is an error (`RowCheck.require`).
+        """
+        check = RowCheck(finite_rows(logits))
+        if self._processors is not None:
+            logits = self._process(logits, committed, suffixes())
+            check.possible = finite_rows(logits)
+        p = to_probs(logits, self._request)
+        usable = check.finite & check.possible
+        substitute = torch.zeros_like(p[:1])
+        substitute[:, 0] = 1
+        return torch.where(usable[:, None], p, substitute), check
+
+    def q(self, logits: Tensor, vocab_size: int, committed: Tensor, suffixes: Suffixes) -> tuple[Tensor, Tensor]:
+        """q [R, V] of the drafter's logits [R, Vd], zero where it can propose nothing; and which rows are a law [R]."""
+        if self._draft_ids is not None:
+            spread = logits.new_full((logits.shape[0], vocab_size), -math.inf)
+            logits = spread.index_copy_(1, self._draft_ids, logits)
+        if self._processors is not None:
+            logits = self._process(logits, committed, suffixes())
+        usable = finite_rows(logits)
+        return to_probs(logits, self._drafting).masked_fill_(~usable[:, None], 0.0), usable
+
+    def _process(self, logits: Tensor, committed: Tensor, suffixes: Sequence[Tensor]) -> Tensor:
+        """Row by row: their texts differ in length. Rows of the same length could share a call, but are few."""
+        assert self._processors is not None
+        rows = [
+            self._processors(torch.cat([committed, suffix])[None], logits[row : row + 1])
+            for row, suffix in enumerate(suffixes)
+        ]
+        return torch.cat(rows)
+
+
+class RowCheck:
+    """Which rows of p are distributions, and what to say when one that is not is reached."""
+
+    def __init__(self, finite: Tensor) -> None:
+        self.finite = finite
+        """[R] bool: the base's own logits are usable."""
+        self.possible = torch.ones_like(finite)
+        """[R] bool: the processors left at least one token."""
+
+    def require(self, finite: Sequence[int], possible: Sequence[int]) -> None:
+        """UserError unless all rows that were reached are distributions; the values as Python numbers."""
+        if not all(finite):
+            raise UserError(
+                "the base returned NaN or infinite logits; load it with --dtype float32 (or bfloat16), "
+                "or check its weights."
+            )
+        if not all(possible):
+            raise UserError(
+                "the request's processors leave no token that could come next; loosen --suppress-tokens, --bad-words, "
+                "--logit-bias, --no-repeat-ngram, --min-new-tokens or the prefix constraint."
+            )

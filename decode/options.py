@@ -1,0 +1,59 @@
+"""The command line's options, made from the one schema: every field of `Request` that a shell can spell.
+
+Knows: how a field becomes an option, and options become a `Request`. Refuses to hold a default or a help text.
+"""
+
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentParser, Namespace
+
+from decode.request import Request
+from mtp.errors import UserError
+
+_AS_TEXT = {"bad_words_ids"}  # the shell gives --bad-words as text
+
+
+def add_request_options(parser: ArgumentParser, skip: tuple[str, ...] = ()) -> None:
+    """Add all options of a request to `parser`, but those fields that are in `skip`."""
+    hints = get_type_hints(Request)
+    for item in fields(Request):
+        if item.name not in skip and item.name not in _AS_TEXT and not item.metadata.get("python_only"):
+            _add(parser, item, hints[item.name])
+
+
+def _add(parser: ArgumentParser, item: "Field[Any]", hint: Any) -> None:
+    name, text = item.name.replace("_", "-"), item.metadata["help"]
+    if hint is bool and item.default:
+        parser.add_argument(f"--no-{name}", action="store_true", help=f"do not {text}")
+    elif hint is bool:
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    elif item.name == "logit_bias":
+        parser.add_argument(f"--{name}", type=str, nargs="+", action="extend", default=[], help=f"{text}; ID=NUMBER")
+    elif hint in (tuple[str, ...], tuple[int, ...]):
+        kind = str if hint == tuple[str, ...] else int
+        parser.add_argument(f"--{name}", type=kind, nargs="+", action="extend", default=[], help=text)
+    else:
+        parser.add_argument(f"--{name}", type=hint, default=item.default, help=text)
+
+
+def read_request(options: Namespace, **changes: Any) -> Request:
+    """The request that the options spell; what a command has no option for keeps its default."""
+    values: dict[str, Any] = {}
+    for item in fields(Request):
+        if f"no_{item.name}" in options:
+            values[item.name] = not options[f"no_{item.name}"]
+        elif item.name in options:
+            value = options[item.name]
+            values[item.name] = tuple(value) if isinstance(value, list) else value
+    if "logit_bias" in values:
+        values["logit_bias"] = dict(_bias(text) for text in values["logit_bias"])
+    return Request(**(values | changes))
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, number = text.partition("=")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise UserError(f"--logit-bias has {text!r}; use ID=NUMBER, as in 13=-2.5.") from None

@@ -1,0 +1,135 @@
+"""What one call asks for: the sampling settings, and how to draft, verify and stop. One schema for Python and shell.
+
+Knows: every option, its default, its help text, and which of them contradict each other. Refuses to know models: what
+depends on the heads or the base is checked where these are.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from decode.tree_shape import TreeShape
+from mtp.errors import UserError
+from mtp.sampling import SamplingConfig, option
+from mtp.verify import check_rule
+
+_TREE_RULES = {"token": "recursive", "block": "traversal", "match": "match", "greedy": "greedy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(SamplingConfig):
+    """Settings of one decoding; the defaults are greedy decoding with all the drafts the heads were trained for."""
+
+    max_new_tokens: int = option(128, "most tokens to generate per prompt; the base's context may end it earlier")
+    seed: int | None = option(None, "makes the draws repeatable; each prompt starts from it")
+    draft_length: int | None = option(None, "K; default: what was trained; 0 decodes plainly")
+    verify: str | None = option(
+        None, "acceptance rule: block (default), token, match or lossy-typical (not exact); greedy at temperature 0"
+    )
+    reproducible: bool = option(
+        False, "draws depend on seed and position only: the same text for every K, all heads, or none; rule: match"
+    )
+    tree: str | None = option(
+        None, "several drafts per position: 3,2,1 (children per level) or dynamic:16 (the 16 likeliest nodes)"
+    )
+    draft_temperature: float | None = option(None, "temperature of q alone; changes speed, never the output's law")
+    draft_min_confidence: float = option(0.0, "draft no further once the largest q is below this; 0 is off")
+    draft_max_entropy: float = option(math.inf, "draft no further once the entropy of q exceeds this, in nats")
+    draft_min_prob: float = option(0.0, "draft no further behind a draft whose q is below this; 0 is off")
+    stop: tuple[str, ...] = option((), "texts that end generation")
+    stop_ids: tuple[int, ...] = option((), "token ids that end generation, besides the base's own")
+    ignore_eos: bool = option(False, "go on after an end-of-sequence token")
+    bad_words: tuple[str, ...] = option((), "texts that must not be generated")
+    logprobs: bool = option(False, "log-probabilities of the committed tokens under the base, before any processor")
+    chat: bool = option(True, "put a prompt into the chat template, if the base has one")
+    stop_when: Callable[[Sequence[int]], bool] | None = option(
+        None, "called with all committed ids after each; True ends the text", python_only=True
+    )
+
+    def validate(self) -> None:
+        super().validate()
+        if self.verify is not None:
+            check_rule(self.verify)
+        if self.verify == "greedy" and not self.greedy:
+            raise UserError(f"--verify is greedy, but --temperature is {self.temperature}; use 0, or another rule.")
+        self._validate_reproducible()
+        self._validate_drafting()
+        if self.tree is not None:
+            self._validate_tree()
+
+    def _validate_reproducible(self) -> None:
+        if not self.reproducible:
+            return
+        if self.verify not in (None, "match", "greedy"):
+            raise UserError(f"--reproducible decides by match, but --verify is {self.verify}; leave one of them out.")
+        if self.seed is None and not self.greedy:
+            raise UserError("--reproducible needs a seed to reproduce; give --seed.")
+
+    def _validate_drafting(self) -> None:
+        heat = self.draft_temperature
+        if heat is not None and not (math.isfinite(heat) and heat >= 0):
+            raise UserError(f"--draft-temperature is {heat}; use 0 (the likeliest draft) or a positive number.")
+        if heat is not None and self.greedy:
+            raise UserError(
+                f"--draft-temperature is {heat}, but at --temperature 0 only the likeliest draft can be kept; leave "
+                "it out, or set --temperature."
+            )
+        for name, value, top in (
+            ("--draft-min-confidence", self.draft_min_confidence, 1.0),
+            ("--draft-min-prob", self.draft_min_prob, 1.0),
+            ("--draft-max-entropy", self.draft_max_entropy, math.inf),
+        ):
+            if not 0 <= value <= top:
+                raise UserError(f"{name} is {value}; use a number from 0 to {top:g}.")
+
+    def _validate_tree(self) -> None:
+        assert self.tree is not None
+        TreeShape.parse(self.tree)
+        if self.draft_length == 0:
+            raise UserError(f"--tree is {self.tree}, but --draft-length is 0, which drafts nothing; leave one out.")
+        if self.adaptive:
+            raise UserError("--tree has a size of its own; leave out --draft-min-… and --draft-max-entropy.")
+        if self.verify == "lossy-typical":
+            raise UserError("--verify lossy-typical judges chains only; leave out --tree, or use another rule.")
+
+    @property
+    def rule(self) -> str:
+        """The rule for chains that really judges: at temperature 0 all of them are greedy."""
+        if self.greedy:
+            return "greedy"
+        return "match" if self.reproducible else self.verify or "block"
+
+    @property
+    def reported_rule(self) -> str:
+        """The name of the rule in statistics, which for a tree is another one."""
+        return self.rule if self.tree is None else _TREE_RULES[self.rule]
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether K may end early in a step."""
+        return self.draft_min_confidence > 0 or self.draft_min_prob > 0 or math.isfinite(self.draft_max_entropy)
+
+    @property
+    def drafting(self) -> SamplingConfig:
+        """The settings that q goes through: the request's, but for its temperature.
+
+        The nodes of a tree are chosen by the order of q, of which greedy q would show the first only.
+        """
+        heat = 1.0 if self.tree is not None and self.greedy else self.draft_temperature
+        if heat is None:
+            return self
+        return replace(self, temperature=heat, draft_temperature=None, reproducible=False, verify=None)
+
+
+def make_request(options: Mapping[str, Any]) -> Request:
+    """A Request from names and values; lists become tuples. An unknown name is a UserError with the nearest one."""
+    known = {item.name for item in fields(Request)}
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"use any of {', '.join(sorted(known))}."
+            raise UserError(f"{name!r} is no option of decoding; {hint}")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    return Request(**values)

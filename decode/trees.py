@@ -1,0 +1,190 @@
+"""Trees of drafts: several candidates per position, checked by one base forward.
+
+Knows: two shapes of trees (fixed numbers of children, or the likeliest nodes by the drafter's own probability), how to
+grow them level by level, and how a rule's verdict is read. Refuses to know: acceptance rules (`mtp.tree` has them) and
+the base's masks (`FrozenBase.forward` has them).
+
+Shapes: N nodes, M nodes of one level, R = N + 1 rows of the block, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decode.chain import Outcome
+from decode.drafters import Drafter
+from decode.laws import Laws, RowCheck
+from decode.request import Request
+from decode.target import Target, TargetOutput
+from decode.tree_shape import TreeShape
+from mtp.sampling import RandomSource
+from mtp.tree import Drawing, TokenTree, draw_children, verify_tree
+from mtp.verify import Rule
+
+_MAX_CHILDREN = 8  # of one node, and nodes of one level that get children, when the shape is dynamic
+_RULES = {"token": "recursive", "block": "traversal", "match": "match", "greedy": "match"}
+"""The rule for trees that a rule for chains becomes; at temperature 0, p is one-hot and match follows its maximum."""
+
+
+@dataclass
+class Tree:
+    """Nodes, the laws that children were drawn from, and how they were drawn. B is 1."""
+
+    last: Tensor
+    """[1] the last committed token: row 0."""
+    tree: TokenTree
+    drawing: Drawing
+    q: Tensor
+    """[R, V]; rows without children are 0."""
+    unusable_q: bool = False
+    block: Tensor = field(init=False)
+    """[1, R]"""
+
+    def __post_init__(self) -> None:
+        self.block = torch.cat([self.last, self.tree.tokens.to(self.last.device)])[None]
+
+    def forward(self, target: Target) -> TargetOutput:
+        depths = torch.tensor(self.tree.depths, device=self.block.device)
+        return target.forward_tree(self.block, self.tree.visible().to(self.block.device), depths)
+
+    def suffixes(self) -> list[Tensor]:
+        """The drafts on the way to each row."""
+        return [self.block[0, self.tree.path(row)] for row in range(self.block.shape[1])]
+
+    def judge(self, rule: str | Rule, p: Tensor, check: RowCheck, random: RandomSource) -> Outcome:
+        """Apply the tree's form of a rule, given p [R, V]. UserError when a row of p that is none was reached."""
+        assert isinstance(rule, str), "functions judge chains only"
+        verdict = verify_tree(_RULES[rule], self.tree, self.drawing, self.q, p, random)
+        rows = [0, *verdict.path]
+        check.require(check.finite[rows].tolist(), check.possible[rows].tolist())
+        tokens: list[int] = self.block[0, list(verdict.path)].tolist()
+        overlap: list[float] = torch.minimum(p[rows], self.q[rows]).sum(dim=-1).tolist()
+        return Outcome(
+            path=list(verdict.path),
+            tokens=[*tokens, verdict.next_token],
+            drafted=max(self.tree.depths),
+            nodes=len(self.tree.parents),
+            overlap=overlap + [0.0] * max(self.tree.depths),
+            unusable_q=self.unusable_q,
+            residual_empty=verdict.residual_empty,
+        )
+
+
+class _Grower:
+    """Asks the drafter for one level after the other."""
+
+    def __init__(
+        self, drafter: Drafter, last: Tensor, committed: Tensor, laws: Laws, vocab_size: int, request: Request
+    ) -> None:
+        self.drafter, self.last, self.committed, self.laws = drafter, last, committed, laws
+        self.vocab_size, self.request = vocab_size, request
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.rows: dict[int, Tensor] = {}
+        self.unusable = False
+
+    def laws_of(self, level: int, parents: Sequence[int], origins: Sequence[int]) -> list[Tensor | None]:
+        """q [V] for the children of each of `parents` (rows), None where it is no law.
+
+        `origins`: where each parent's own parent stood in the previous call's list.
+        """
+        if level > 1:
+            self.drafter.fork(torch.tensor(list(origins), device=self.last.device))
+        previous = self.last if level == 1 else self.last.new_tensor([self.tokens[row - 1] for row in parents])
+        logits = self.drafter.draft(level, previous)
+        q, usable = self.laws.q(logits, self.vocab_size, self.committed, lambda: [self._path(row) for row in parents])
+        laws: list[Tensor | None] = []
+        for row, law, good in zip(parents, q, usable.tolist(), strict=True):
+            self.unusable = self.unusable or not good
+            if good:
+                self.rows[row] = law
+            laws.append(law if good else None)
+        return laws
+
+    def add(self, parent: int, token: int) -> int:
+        """A new node; returns its row."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        return len(self.tokens)
+
+    def _path(self, row: int) -> Tensor:
+        path: list[int] = []
+        while row:
+            path.insert(0, self.tokens[row - 1])
+            row = self.parents[row - 1]
+        return self.last.new_tensor(path)
+
+    def finish(self, drawing: Drawing, keep: Sequence[int] | None = None) -> Tree:
+        """The tree of all nodes, or of the rows `keep`, which hold the parent of each of theirs."""
+        old = list(range(1, len(self.tokens) + 1)) if keep is None else sorted(keep)
+        new = {0: 0} | {row: index for index, row in enumerate(old, start=1)}
+        tokens = self.last.new_tensor([self.tokens[row - 1] for row in old])
+        tree = TokenTree(tokens, tuple(new[self.parents[row - 1]] for row in old))
+        absent = torch.zeros_like(next(iter(self.rows.values()))) if self.rows else self.last.new_zeros(0)
+        q = torch.stack([self.rows.get(row, absent) for row in [0, *old]])
+        return Tree(self.last, tree, drawing, q, self.unusable)
+
+
+def draft_tree(
+    drafter: Drafter,
+    shape: TreeShape,
+    count: int,
+    last: Tensor,
+    committed: Tensor,
+    laws: Laws,
+    vocab_size: int,
+    request: Request,
+    random: RandomSource,
+) -> Tree:
+    """A tree of up to `count` levels behind last [1], the last of committed [n]."""
+    grower = _Grower(drafter, last, committed, laws, vocab_size, request)
+    if shape.nodes:
+        return _grow_dynamic(grower, shape.nodes, count)
+    # Match needs no law for the children, so the likeliest are best; the others judge drawn children.
+    drawing: Drawing = "top_k" if _RULES[request.rule] == "match" else "without_replacement"
+    return _grow_static(grower, shape.widths[:count], drawing, random)
+
+
+def _grow_static(grower: _Grower, widths: Sequence[int], drawing: Drawing, random: RandomSource) -> Tree:
+    """Every node of level l gets widths[l] children, fewer where q has fewer tokens."""
+    parents, origins = [0], [0]
+    for level, width in enumerate(widths, start=1):
+        next_parents, next_origins = [], []
+        for index, (parent, law) in enumerate(zip(parents, grower.laws_of(level, parents, origins), strict=True)):
+            for token in [] if law is None else draw_children(law, width, drawing, random):
+                next_parents.append(grower.add(parent, int(token)))
+                next_origins.append(index)
+        parents, origins = next_parents, next_origins
+        if not parents:
+            break
+    return grower.finish(drawing)
+
+
+def _grow_dynamic(grower: _Grower, nodes: int, count: int) -> Tree:
+    """The `nodes` likeliest nodes by the product of q along the path. EAGLE-2, arXiv 2406.16858, section 4.
+
+    Nothing is drawn, so the shape is a function of the text alone and may depend on every q.
+    """
+    width = min(nodes, _MAX_CHILDREN)
+    score = {0: 1.0}
+    frontier, origins = [0], [0]
+    for level in range(1, count + 1):
+        children: list[tuple[float, int, int]] = []
+        for index, (parent, law) in enumerate(zip(frontier, grower.laws_of(level, frontier, origins), strict=True)):
+            if law is None:
+                continue
+            top = law.topk(min(width, law.shape[0]))
+            for prob, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                if prob > 0:
+                    row = grower.add(parent, token)
+                    score[row] = score[parent] * prob
+                    children.append((-score[row], row, index))
+        best = sorted(children)[:width]
+        frontier, origins = [row for _, row, _ in best], [index for _, _, index in best]
+        if not frontier:
+            break
+    # A parent's product is never below its child's, and its row is smaller: it is kept whenever the child is.
+    keep = sorted(score.keys() - {0}, key=lambda row: (-score[row], row))[:nodes]
+    return grower.finish("top_k", keep)
