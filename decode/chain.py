@@ -60,7 +60,7 @@ class Chain:
         drafts = self.block[:, 1:]
         q = self.q if drafts.shape[1] else p[None, :0]
         verdict = verify(rule, drafts, q, p[None], random, self.lengths)
-        overlap = torch.minimum(p[None, :-1], q).sum(dim=-1, dtype=torch.float64)
+        overlap = torch.minimum(p[None, :-1], q).sum(dim=-1).double()
         # One transfer from the device for the whole step.
         scalars = [self.lengths, verdict.num_accepted, verdict.next_token, verdict.residual_empty]
         flags = [check.finite[None], check.possible[None]]

@@ -40,10 +40,10 @@ class Laws:
             logits = self._process(logits, committed, suffixes())
             check.possible = finite_rows(logits)
         p = to_probs(logits, self._request)
-        usable = check.finite & check.possible
-        substitute = torch.zeros_like(p[:1])
-        substitute[:, 0] = 1
-        return torch.where(usable[:, None], p, substitute), check
+        unusable = ~(check.finite & check.possible)
+        p.masked_fill_(unusable[:, None], 0.0)
+        p[:, 0] += unusable
+        return p, check
 
     def q(self, logits: Tensor, vocab_size: int, committed: Tensor, suffixes: Suffixes) -> tuple[Tensor, Tensor]:
         """q [R, V] of the drafter's logits [R, Vd], zero where it can propose nothing; and which rows are a law [R]."""

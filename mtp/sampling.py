@@ -157,8 +157,9 @@ def to_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     if sampling.greedy:
         return _one_hot_max(logits)
     scores = logits if logits.dtype == torch.float64 else logits.float()
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
+    if sampling.temperature != 1 or sampling.min_p > 0:
+        # Subtracting the maximum first keeps a tiny temperature from overflowing, and serves min-p.
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = _keep_top_k(scores, sampling.top_k)
     if sampling.top_p < 1:
@@ -246,7 +247,14 @@ class RandomSource:
         Never a token of probability 0, as long as a row has any mass; a row without mass gives 0.
         """
         cdf = probs.double().cumsum(dim=-1)
-        cdf = cdf.masked_fill(~(probs > 0), 0.0)  # an impossible token can then never exceed the threshold
+        if probs.device.type != "cpu":
+            # A parallel sum can rise by rounding where nothing is added; an impossible token must not profit.
+            cdf = cdf.masked_fill(~(probs > 0), 0.0)
         total = cdf.amax(dim=-1, keepdim=True)
-        threshold = self.uniform(total.shape).to(probs.device) * total
-        return (cdf > threshold).to(torch.uint8).argmax(dim=-1)
+        threshold = self.uniform(total.shape).to(probs.device) * total  # below the total, as the uniform is below 1
+        if probs.device.type != "cpu":
+            return (cdf > threshold).to(torch.uint8).argmax(dim=-1)
+        # One after the other, the sum does not move where nothing is added, so its first value above the threshold is
+        # that of a possible token.
+        found = torch.searchsorted(cdf, threshold, right=True)
+        return found.masked_fill(~(total > 0), 0).squeeze(-1)

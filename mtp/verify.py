@@ -159,7 +159,7 @@ def block_thresholds(draft_tokens: Tensor, q: Tensor, p: Tensor, lengths: Tensor
         return ratios, ratios
     weights = torch.stack(columns, dim=1)
     inner = weights[:, :-1]
-    gain = (inner.to(p.dtype)[..., None] * p[:, 1:drafts] - q[:, 1:]).relu_().sum(dim=-1, dtype=torch.float64)
+    gain = (inner.to(p.dtype)[..., None] * p[:, 1:drafts] - q[:, 1:]).relu_().sum(dim=-1).double()
     below = gain + (1 - inner)  # in this order: a tiny gain must not be lost to the 1
     thresholds = torch.cat([torch.where(below > 0, gain / below, 1.0), weights[:, -1:]], dim=1)
     last = torch.arange(1, drafts + 1, device=p.device) == lengths[:, None]
