@@ -1,5 +1,6 @@
 """The decoding application: heads draft, the base verifies, and the text follows the base exactly."""
 
 from decode.decoder import Decoder, Piece, Result, Stream
+from decode.request import Request
 
-__all__ = ["Decoder", "Piece", "Result", "Stream"]
+__all__ = ["Decoder", "Piece", "Request", "Result", "Stream"]

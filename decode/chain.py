@@ -35,6 +35,15 @@ class Outcome:
     """sum_x min(p, q) of each position."""
     unusable_q: bool
     residual_empty: bool
+    finite: list[bool]
+    """Per token: whether the base's logits it was judged by or drawn from are usable."""
+    possible: list[bool]
+    """Per token: whether the processors left anything that could come."""
+
+    @property
+    def sound(self) -> int:
+        """How many tokens come before the first whose p is no distribution."""
+        return [*(a and b for a, b in zip(self.finite, self.possible, strict=True)), False].index(False)
 
 
 @dataclass
@@ -56,7 +65,7 @@ class Chain:
         return [self.block[0, 1 : row + 1] for row in range(self.block.shape[1])]
 
     def judge(self, rule: str | Rule, p: Tensor, check: RowCheck, random: RandomSource) -> Outcome:
-        """Apply a rule for chains, given p [R, V]. UserError when a row of p that is none was reached."""
+        """Apply a rule for chains, given p [R, V]."""
         drafts = self.block[:, 1:]
         q = self.q if drafts.shape[1] else p[None, :0]
         verdict = verify(rule, drafts, q, p[None], random, self.lengths)
@@ -70,7 +79,6 @@ class Chain:
         asked, rows = drafts.shape[1], drafts.shape[1] + 1
         tokens = [int(value) for value in values[4 : 4 + asked]]
         finite, possible = values[4 + asked :][:rows], values[4 + asked + rows :][:rows]
-        check.require([int(f) for f in finite[: accepted + 1]], [int(f) for f in possible[: accepted + 1]])
         return Outcome(
             path=list(range(1, accepted + 1)),
             tokens=[*tokens[:accepted], next_token],
@@ -79,6 +87,8 @@ class Chain:
             overlap=values[4 + asked + 2 * rows :],
             unusable_q=drafted < asked,
             residual_empty=bool(empty),
+            finite=[bool(flag) for flag in finite[: accepted + 1]],
+            possible=[bool(flag) for flag in possible[: accepted + 1]],
         )
 
 
@@ -98,8 +108,8 @@ def draft_chain(
     for k in range(1, count + 1):
         assert drafter is not None
         suffix = torch.cat(tokens[1:]) if k > 1 else committed[:0]
-        q, good = laws.q(drafter.draft(k, tokens[-1]), vocab_size, committed, lambda suffix=suffix: [suffix])  # type: ignore[misc]
-        if stops_before(q, request):
+        q, good = laws.q(drafter.draft(k, tokens[-1]), vocab_size, committed, [suffix])
+        if request.adaptive and bool(good) and stops_before(q, request):
             break
         tokens.append(propose(q, request, random))
         rows.append(q)

@@ -16,12 +16,13 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from decode import lab
-from decode.bench import NOT_IN_BENCH, RIVALS, bench, describe
+from decode.bench import NOT_IN_BENCH, RIVALS, bench, describe, settings_report
 from decode.check import NUM_FINDINGS, CheckSettings, check
 from decode.decoder import Decoder, Result, Stream
 from decode.options import add_request_options, read_request
 from decode.prompts import read_prompts
 from decode.report import show_bench, show_findings, show_stats, tracked
+from decode.request import Request
 from decode.stats import DecodeStats
 from decode.text import Prompt
 from mtp.errors import UserError
@@ -112,7 +113,7 @@ def generate(options: Namespace) -> None:
         total.merge(result.stats)
     show_stats(total)
     if options.json:
-        _print_json(_generate_report(decoder, options, prompts, results, total))
+        _print_json(_generate_report(decoder, options.heads, request, prompts, results, total))
 
 
 def _play(stream: Stream, silent: bool) -> Result:
@@ -127,12 +128,17 @@ def _play(stream: Stream, silent: bool) -> Result:
 
 
 def _generate_report(
-    decoder: Decoder, options: Namespace, prompts: Sequence[Prompt], results: Sequence[Result], total: DecodeStats
+    decoder: Decoder,
+    heads: str | None,
+    request: Request,
+    prompts: Sequence[Prompt],
+    results: Sequence[Result],
+    total: DecodeStats,
 ) -> dict[str, Any]:
     return {
-        **describe(decoder.base, options.heads),
-        "temperature": options.temperature,
-        "seed": options.seed,
+        **describe(decoder.base, heads),
+        **settings_report(request),
+        "seed": request.seed,
         "num_prompts": len(prompts),
         **total.to_json(),
         "tok_per_s": total.committed / max(total.total_seconds, 1e-9),

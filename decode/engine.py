@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode.chain import Chain, Outcome, draft_chain
 from decode.drafters import Drafter
-from decode.laws import Laws
+from decode.laws import Laws, refuse_row
 from decode.request import Request
 from decode.stats import DecodeStats, Stopwatch
 from decode.stopping import FinishReason, Stopping
@@ -123,10 +123,12 @@ class _Text:
             output = proposal.forward(self.target)
         with self.watch.phase("rule"):
             self.random.seek(length)
-            p, check = self.laws.p(output.logits[0], self.text, proposal.suffixes)
+            p, check = self.laws.p(output.logits[0], self.text, proposal.suffixes())
             outcome = proposal.judge(self.rule, p, check, self.random)
         with self.watch.phase("other"):
-            kept, reason = stopping.cut(outcome.tokens)
+            kept, reason = stopping.cut(outcome.tokens[: outcome.sound])
+            if reason is None and outcome.sound < len(outcome.tokens):
+                raise refuse_row(outcome.finite[outcome.sound])
             logprobs = self._logprobs(output.logits[0], outcome)[:kept] if self.request.logprobs else ()
             self._count(outcome, kept)
             if reason is None:

@@ -7,7 +7,8 @@ Shapes: R rows, V vocabulary, Vd draft vocabulary, n committed tokens.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +17,6 @@ from decode.request import Request
 from mtp.errors import UserError
 from mtp.processors import TextProcessors
 from mtp.sampling import finite_rows, to_probs
-
-Suffixes = Callable[[], Sequence[Tensor]]
-"""Gives the drafts before each of R rows, as ids [d]; only asked for when a processor looks at the text."""
 
 
 class Laws:
@@ -29,29 +27,33 @@ class Laws:
         self._processors = processors if processors is not None and processors.active else None
         self._draft_ids = draft_ids
 
-    def p(self, logits: Tensor, committed: Tensor, suffixes: Suffixes) -> tuple[Tensor, "RowCheck"]:
-        """p [R, V] of the base's logits [R, V] after committed [n] and a row's suffix, and which rows are one.
+    def p(self, logits: Tensor, committed: Tensor, suffixes: Sequence[Tensor]) -> tuple[Tensor, "RowCheck"]:
+        """p [R, V] of the base's logits [R, V] after committed [n] and a row's drafts, and which rows are one.
+
+        suffixes: the drafts before each row, [d] each.
 
         A row that is none becomes one token's: a rule may look at rows that it does not reach, and only reaching such
-        a row is an error (`RowCheck.require`).
+        a row is an error (`refuse_row`).
         """
-        check = RowCheck(finite_rows(logits))
+        finite = possible = finite_rows(logits)
         if self._processors is not None:
-            logits = self._process(logits, committed, suffixes())
-            check.possible = finite_rows(logits)
+            logits = self._process(logits, committed, suffixes)
+            possible = finite_rows(logits)
         p = to_probs(logits, self._request)
-        unusable = ~(check.finite & check.possible)
+        unusable = ~(finite & possible)
         p.masked_fill_(unusable[:, None], 0.0)
         p[:, 0] += unusable
-        return p, check
+        return p, RowCheck(finite, possible)
 
-    def q(self, logits: Tensor, vocab_size: int, committed: Tensor, suffixes: Suffixes) -> tuple[Tensor, Tensor]:
+    def q(
+        self, logits: Tensor, vocab_size: int, committed: Tensor, suffixes: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """q [R, V] of the drafter's logits [R, Vd], zero where it can propose nothing; and which rows are a law [R]."""
         if self._draft_ids is not None:
             spread = logits.new_full((logits.shape[0], vocab_size), -math.inf)
             logits = spread.index_copy_(1, self._draft_ids, logits)
         if self._processors is not None:
-            logits = self._process(logits, committed, suffixes())
+            logits = self._process(logits, committed, suffixes)
         usable = finite_rows(logits)
         return to_probs(logits, self._drafting).masked_fill_(~usable[:, None], 0.0), usable
 
@@ -65,24 +67,24 @@ class Laws:
         return torch.cat(rows)
 
 
+@dataclass
 class RowCheck:
-    """Which rows of p are distributions, and what to say when one that is not is reached."""
+    """Which rows of p are distributions."""
 
-    def __init__(self, finite: Tensor) -> None:
-        self.finite = finite
-        """[R] bool: the base's own logits are usable."""
-        self.possible = torch.ones_like(finite)
-        """[R] bool: the processors left at least one token."""
+    finite: Tensor
+    """[R] bool: the base's own logits are usable."""
+    possible: Tensor
+    """[R] bool: the processors left at least one token."""
 
-    def require(self, finite: Sequence[int], possible: Sequence[int]) -> None:
-        """UserError unless all rows that were reached are distributions; the values as Python numbers."""
-        if not all(finite):
-            raise UserError(
-                "the base returned NaN or infinite logits; load it with --dtype float32 (or bfloat16), "
-                "or check its weights."
-            )
-        if not all(possible):
-            raise UserError(
-                "the request's processors leave no token that could come next; loosen --suppress-tokens, --bad-words, "
-                "--logit-bias, --no-repeat-ngram, --min-new-tokens or the prefix constraint."
-            )
+
+def refuse_row(finite: bool) -> UserError:
+    """What to say when the text reaches a row of p that is no distribution."""
+    if not finite:
+        return UserError(
+            "the base returned NaN or infinite logits; load it with --dtype float32 (or bfloat16), "
+            "or check its weights."
+        )
+    return UserError(
+        "the request's processors leave no token that could come next; loosen --suppress-tokens, --bad-words, "
+        "--logit-bias, --no-repeat-ngram, --min-new-tokens or the prefix constraint, or mend your own processor."
+    )

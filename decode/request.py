@@ -115,9 +115,9 @@ class Request(SamplingConfig):
     def drafting(self) -> SamplingConfig:
         """The settings that q goes through: the request's, but for its temperature.
 
-        The nodes of a tree are chosen by the order of q, of which greedy q would show the first only.
+        The nodes of a tree are chosen by the order of q, and K by how sure it is, neither of which greedy q would show.
         """
-        heat = 1.0 if self.tree is not None and self.greedy else self.draft_temperature
+        heat = 1.0 if self.greedy and (self.tree is not None or self.adaptive) else self.draft_temperature
         if heat is None:
             return self
         return replace(self, temperature=heat, draft_temperature=None, reproducible=False, verify=None)

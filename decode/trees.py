@@ -54,11 +54,10 @@ class Tree:
         return [self.block[0, self.tree.path(row)] for row in range(self.block.shape[1])]
 
     def judge(self, rule: str | Rule, p: Tensor, check: RowCheck, random: RandomSource) -> Outcome:
-        """Apply the tree's form of a rule, given p [R, V]. UserError when a row of p that is none was reached."""
+        """Apply the tree's form of a rule, given p [R, V]."""
         assert isinstance(rule, str), "functions judge chains only"
         verdict = verify_tree(_RULES[rule], self.tree, self.drawing, self.q, p, random)
         rows = [0, *verdict.path]
-        check.require(check.finite[rows].tolist(), check.possible[rows].tolist())
         tokens: list[int] = self.block[0, list(verdict.path)].tolist()
         overlap: list[float] = torch.minimum(p[rows], self.q[rows]).sum(dim=-1).tolist()
         return Outcome(
@@ -69,6 +68,8 @@ class Tree:
             overlap=overlap + [0.0] * max(self.tree.depths),
             unusable_q=self.unusable_q,
             residual_empty=verdict.residual_empty,
+            finite=check.finite[rows].tolist(),
+            possible=check.possible[rows].tolist(),
         )
 
 
@@ -83,6 +84,7 @@ class _Grower:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.rows: dict[int, Tensor] = {}
+        self.dtype = torch.float32
         self.unusable = False
 
     def laws_of(self, level: int, parents: Sequence[int], origins: Sequence[int]) -> list[Tensor | None]:
@@ -94,10 +96,11 @@ class _Grower:
             self.drafter.fork(torch.tensor(list(origins), device=self.last.device))
         previous = self.last if level == 1 else self.last.new_tensor([self.tokens[row - 1] for row in parents])
         logits = self.drafter.draft(level, previous)
-        q, usable = self.laws.q(logits, self.vocab_size, self.committed, lambda: [self._path(row) for row in parents])
+        q, usable = self.laws.q(logits, self.vocab_size, self.committed, [self._path(row) for row in parents])
         laws: list[Tensor | None] = []
         for row, law, good in zip(parents, q, usable.tolist(), strict=True):
             self.unusable = self.unusable or not good
+            self.dtype = law.dtype
             if good:
                 self.rows[row] = law
             laws.append(law if good else None)
@@ -122,7 +125,7 @@ class _Grower:
         new = {0: 0} | {row: index for index, row in enumerate(old, start=1)}
         tokens = self.last.new_tensor([self.tokens[row - 1] for row in old])
         tree = TokenTree(tokens, tuple(new[self.parents[row - 1]] for row in old))
-        absent = torch.zeros_like(next(iter(self.rows.values()))) if self.rows else self.last.new_zeros(0)
+        absent = torch.zeros(self.vocab_size, dtype=self.dtype, device=self.last.device)
         q = torch.stack([self.rows.get(row, absent) for row in [0, *old]])
         return Tree(self.last, tree, drawing, q, self.unusable)
 

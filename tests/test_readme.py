@@ -34,6 +34,10 @@ def commands() -> list[list[str]]:
 def shortened(command: list[str]) -> list[str]:
     """The same command with less to do. `mtp-train` takes the last of a repeated option."""
     program, *arguments = command
+    if arguments[0] == "lab":
+        return [*arguments, *(["--max-new-tokens", "4"] if "--heads" in arguments else [])]
+    if arguments[0] == "check":
+        return [*arguments, "--samples", "100", "--max-new-tokens", "6"]
     if program == "mtp-decode":
         limit = ["--limit", "2"] if "--limit" in arguments else []
         return [*arguments, "--max-new-tokens", "6", *limit]

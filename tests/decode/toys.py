@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,6 +17,10 @@ from mtp.sampling import RandomSource
 
 PLAIN = Request(temperature=1.0, verify="token")
 BLOCK = Request(temperature=1.0)
+Conditional = Callable[[list[int]], Tensor]
+"""From a whole text, prompt included, to the probabilities [V] of what follows it."""
+REFUSED = (-1,)
+"""Stands for all texts that end in a UserError."""
 
 
 def table(seed: int, vocab: int = 3, sharpness: float = 1.0) -> Tensor:
@@ -144,12 +147,14 @@ class Branching(RandomSource):
         return torch.tensor(ids).reshape(probs.shape[:-1])
 
 
-def walk(run: Callable[[RandomSource], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+def walk(
+    run: Callable[[RandomSource], tuple[int, ...]], source: Callable[[list[int]], Branching] | None = None
+) -> dict[tuple[int, ...], float]:
     """The law of what `run` returns, over all outcomes of its draws."""
     law: dict[tuple[int, ...], float] = defaultdict(float)
     prescribed: list[int] | None = []
     while prescribed is not None:
-        random = Branching(prescribed)
+        random = (source or Branching)(prescribed)
         law[run(random)] += random.probability
         prescribed = _next_branch(random)
     return law
@@ -193,16 +198,29 @@ def decode(
     return tuple(token for step in steps for token in step.tokens), stats
 
 
-def true_law(p: Tensor, prompt: list[int], new_tokens: int, eos: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
-    """Texts and their probability as products of p [V, V, V] (probabilities), cut after an end-of-sequence id."""
+def true_law(
+    p: Tensor | Conditional, prompt: list[int], new_tokens: int, eos: tuple[int, ...] = ()
+) -> dict[tuple[int, ...], float]:
+    """Texts and their probability as products of p, cut after an end-of-sequence id.
+
+    p is a table of probabilities [V, V, V] or a function of the text. A text that meets a row of NaN is REFUSED.
+    """
     law: dict[tuple[int, ...], float] = defaultdict(float)
-    for tokens in product(range(p.shape[0]), repeat=new_tokens):
+
+    def grow(tokens: tuple[int, ...], chance: float) -> None:
+        if len(tokens) == new_tokens or (tokens and tokens[-1] in eos):
+            law[tokens] += chance
+            return
         context = [0, *prompt, *tokens]
-        ends = [index for index, token in enumerate(tokens) if token in eos]
-        chance = 1.0
-        for index in range(len(prompt), len(prompt) + new_tokens):
-            chance *= float(p[context[index - 1], context[index], context[index + 1]])
-        law[tokens[: ends[0] + 1] if ends else tokens] += chance
+        row = p[context[-2], context[-1]] if isinstance(p, Tensor) else p(context[1:])
+        if bool(row.isnan().any()):
+            law[REFUSED] += chance
+            return
+        for token, share in enumerate(row.tolist()):
+            if share > 0:
+                grow((*tokens, token), chance * share)
+
+    grow((), 1.0)
     return law
 
 

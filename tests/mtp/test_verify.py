@@ -28,7 +28,10 @@ def draw(q: Tensor, random: RandomSource) -> Tensor:
 def test_equal_laws_accept_everything(seed: int, batch: int, drafts: int, vocab: int) -> None:
     p, random = laws(seed, batch, drafts + 1, vocab), RandomSource(seed)
     q = p[:, :-1]
-    assert verify("token", draw(q, random), q, p, random).num_accepted.tolist() == [drafts] * batch
+    for rule in ("token", "block"):
+        verdict = verify(rule, draw(q, random), q, p, random)
+        assert verdict.num_accepted.tolist() == [drafts] * batch
+        assert not verdict.residual_empty.any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -37,9 +40,10 @@ def test_disjoint_supports_accept_nothing(seed: int, batch: int, drafts: int, vo
     random = RandomSource(seed)
     p, q = laws(seed, batch, drafts + 1, vocab), laws(seed + 1, batch, drafts, vocab)
     p[..., 0], q[..., 1:] = 0, 0
-    verdict = verify("token", draw(q, random), q, p, random)
-    assert verdict.num_accepted.tolist() == [0] * batch
-    assert (p[:, 0].gather(1, verdict.next_token[:, None]) > 0).all()
+    for rule in ("token", "block", "match", "lossy-typical"):
+        verdict = verify(rule, draw(q, random), q, p, random)
+        assert verdict.num_accepted.tolist() == [0] * batch
+        assert (p[:, 0].gather(1, verdict.next_token[:, None]) > 0).all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -85,11 +89,12 @@ def test_bonus_comes_from_the_row_after_the_last_draft() -> None:
             assert (int(verdict.num_accepted), int(verdict.next_token)) == (drafts, drafts)
 
 
-def test_recovered_token_follows_the_residual_of_its_own_row() -> None:
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_recovered_token_follows_the_residual_of_its_own_row(rule: str) -> None:
     p = torch.tensor([[[1.0, 0, 0], [0, 0.5, 0.5], [0, 0, 1.0]]])
     q = torch.tensor([[[1.0, 0, 0], [0, 1.0, 0]]])
     for seed in range(20):
-        verdict = verify("token", torch.tensor([[0, 1]]), q, p, RandomSource(seed))
+        verdict = verify(rule, torch.tensor([[0, 1]]), q, p, RandomSource(seed))
         assert (int(verdict.num_accepted), int(verdict.next_token)) in {(1, 2), (2, 2)}
 
 
@@ -124,36 +129,39 @@ class Draws(RandomSource):
         return torch.full(tuple(shape), self.value, dtype=torch.float64)  # type: ignore[call-overload]
 
 
-def test_a_forbidden_draft_is_rejected_even_by_a_draw_of_zero() -> None:
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_forbidden_draft_is_rejected_even_by_a_draw_of_zero(rule: str) -> None:
     p, q = torch.tensor([[[0.0, 1.0], [0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]]])
     tokens = torch.tensor([[0]])
-    assert int(verify("token", tokens, q, p, Draws(0.0)).num_accepted) == 0
+    assert int(verify(rule, tokens, q, p, Draws(0.0)).num_accepted) == 0
 
     class Lax(Draws):
         def bernoulli(self, prob: Tensor) -> Tensor:
             return self.uniform(prob.shape) <= prob
 
-    assert int(verify("token", tokens, q, p, Lax(0.0)).num_accepted) == 1  # the mutant `<=` emits an impossible token
+    assert int(verify(rule, tokens, q, p, Lax(0.0)).num_accepted) == 1  # the mutant `<=` emits an impossible token
 
 
-def test_small_probabilities_keep_their_ratio() -> None:
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_small_probabilities_keep_their_ratio(rule: str) -> None:
     """p = 1e-9 against q = 1e-3 is accepted once in a million, not never and not always."""
     p = torch.tensor([[[1e-9, 1.0], [0.5, 0.5]]])
     q = torch.tensor([[[1e-3, 1.0]]])
     tokens = torch.tensor([[0]])
-    assert int(verify("token", tokens, q, p, Draws(0.9e-6)).num_accepted) == 1
-    assert int(verify("token", tokens, q, p, Draws(1.1e-6)).num_accepted) == 0
+    assert int(verify(rule, tokens, q, p, Draws(0.9e-6)).num_accepted) == 1
+    assert int(verify(rule, tokens, q, p, Draws(1.1e-6)).num_accepted) == 0
 
 
-def test_empty_residual_falls_back_to_p_and_is_reported() -> None:
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_empty_residual_falls_back_to_p_and_is_reported(rule: str) -> None:
     """Rounding can leave p <= q everywhere while the draw still rejects; nothing impossible may come out."""
     q = torch.tensor([[[0.6, 0.4, 0.0]]])
     p = torch.tensor([[[0.59, 0.4, 0.0], [1.0, 0.0, 0.0]]])
-    verdict = verify("token", torch.tensor([[0]]), q, p, Draws(1 - 2.0**-53))
+    verdict = verify(rule, torch.tensor([[0]]), q, p, Draws(1 - 2.0**-53))
     assert int(verdict.num_accepted) == 0
     assert bool(verdict.residual_empty)
     assert int(verdict.next_token) in (0, 1)
-    ordinary = verify("token", torch.tensor([[0]]), q, p, Draws(0.5))
+    ordinary = verify(rule, torch.tensor([[0]]), q, p, Draws(0.5))
     assert not bool(ordinary.residual_empty)
 
 
@@ -186,13 +194,15 @@ def outcome(verdict: Verdict, tokens: Tensor) -> Tensor:
     return torch.bincount(first, minlength=4).double()
 
 
-def test_one_draft_follows_p() -> None:
+@pytest.mark.parametrize(("rule", "share"), [("token", 0.6), ("block", 0.6), ("match", 0.2)])
+def test_one_draft_follows_p(rule: str, share: float) -> None:
+    """Kept with chance sum of min(p, q), and by match with sum of p q."""
     p, q = LAW_P.expand(COUNT, 2, 4), LAW_Q.expand(COUNT, 1, 4)
     random = RandomSource(11)
     tokens = draw(q, random)
-    verdict = verify("token", tokens, q, p, random)
+    verdict = verify(rule, tokens, q, p, random)
     assert 0 < int(verdict.num_accepted.sum()) < COUNT
-    assert float(verdict.num_accepted.double().mean()) == pytest.approx(0.6, abs=0.004)  # sum of min(p, q); 5 sigma
+    assert float(verdict.num_accepted.double().mean()) == pytest.approx(share, abs=0.004)  # 5 sigma
     assert chi_square(outcome(verdict, tokens), LAW_P) < LIMIT
 
 
