@@ -25,8 +25,6 @@ from mtp.base import FrozenBase
 from mtp.errors import UserError
 
 RIVALS = ("plain", "transformers")
-NOT_IN_BENCH = ("stop", "stop_ids", "ignore_eos", "bad_words", "logprobs")
-"""Fields of a request that not every side can be given."""
 _NOT_SETTINGS = {"max_new_tokens", "draft_length", "verify", "tree", "chat"}
 _WARM_UP_TOKENS = 8
 
@@ -147,7 +145,10 @@ _ALWAYS = {
     "suppress_tokens": "suppress_tokens",
     "min_new_tokens": "min_new_tokens",
 }
-_OURS_ALONE = ("presence_penalty", "frequency_penalty")
+_OURS_ALONE = (
+    *("presence_penalty", "frequency_penalty", "stop", "stop_ids", "stop_when", "ignore_eos", "logprobs"),
+    *("bad_words", "bad_words_ids", "prefix_allowed_tokens_fn", "processors"),
+)
 
 
 def _generation_choices(request: Request) -> dict[str, Any]:
@@ -155,7 +156,8 @@ def _generation_choices(request: Request) -> dict[str, Any]:
     default = Request()
     for name in _OURS_ALONE:
         if getattr(request, name) != getattr(default, name):
-            raise UserError(f"--{name.replace('_', '-')} is not known to transformers; use --against plain.")
+            option, value = f"--{name.replace('_', '-')}", getattr(request, name)
+            raise UserError(f"{option} is {value}, which transformers is not given here; use --against plain.")
     used = [name for name in _SAMPLED if getattr(request, name) != getattr(default, name)]
     choices: dict[str, Any] = {"do_sample": not request.greedy}
     if not request.greedy:

@@ -137,4 +137,5 @@ def stops_before(q: Tensor, request: Request) -> bool:
     """
     if request.draft_min_confidence > 0 and float(q.max()) < request.draft_min_confidence:
         return True
-    return request.draft_max_entropy < float("inf") and float(torch.special.entr(q).sum()) > request.draft_max_entropy
+    most = request.draft_max_entropy
+    return most is not None and float(torch.special.entr(q).sum()) > most

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 Outcome = TypeVar("Outcome", bound=Hashable)
-_SMALLEST_EXPECTED = 5.0  # the usual bound below which the chi-square law is a poor approximation
+_SMALLEST_EXPECTED = 10.0  # below it the chi-square law is a poor approximation in its far tail, which we use
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ChiSquare:
 def chi_square(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> ChiSquare:
     """Test `counts` of outcomes against `law`, whose probabilities sum to 1.
 
-    Outcomes expected fewer than five times are pooled. An outcome that the law does not know gives a p-value of 0: what
+    Outcomes expected fewer than ten times are pooled. An outcome that the law does not know gives a p-value of 0: what
     is impossible must not happen once.
     """
     total = sum(counts.values())

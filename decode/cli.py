@@ -4,7 +4,6 @@ Knows: commands, terminals and exit codes (0 done, 1 a check failed, 2 bad input
 itself.
 """
 
-import json
 import os
 import sys
 import time
@@ -16,12 +15,13 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from decode import lab
-from decode.bench import NOT_IN_BENCH, RIVALS, bench, describe, settings_report
-from decode.check import NUM_FINDINGS, CheckSettings, check
+from decode.bench import RIVALS, bench, describe, settings_report
+from decode.check import NUM_FINDINGS, check
 from decode.decoder import Decoder, Result, Stream
+from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
 from decode.prompts import read_prompts
-from decode.report import show_bench, show_findings, show_stats, tracked
+from decode.report import as_json, show_bench, show_findings, show_stats, tracked
 from decode.request import Request
 from decode.stats import DecodeStats
 from decode.text import Prompt
@@ -68,7 +68,7 @@ def build_parser() -> ArgumentParser:
     _add_models(benchmark)
     _add_prompts(benchmark)
     benchmark.add_argument("--against", default=",".join(RIVALS), help="comma-separated, from: " + ", ".join(RIVALS))
-    add_request_options(benchmark, skip=NOT_IN_BENCH)
+    add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
     certificate = ArgumentParser(
         exit_on_error=False, description="Is decoding with these heads lossless, here and now?"
@@ -227,4 +227,4 @@ def _decoder(options: Namespace) -> Decoder:
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, ensure_ascii=False), flush=True)
+    print(as_json(document), flush=True)

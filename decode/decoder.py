@@ -203,6 +203,9 @@ class Decoder:
     def _stopping(self, request: Request, prompt_length: int) -> Stopping:
         for text in request.stop:
             check_text(text, "--stop")
+        outside = [token for token in request.stop_ids if token >= self.base.vocab_size]
+        if outside:
+            raise UserError(f"--stop-ids has {outside[0]}; use this base's token ids, 0 to {self.base.vocab_size - 1}.")
         tokenizer = self.base.tokenizer
         if request.stop and tokenizer is None:
             raise UserError("--stop needs a tokenizer, and this base has none; leave the option out.")

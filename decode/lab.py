@@ -6,7 +6,6 @@ Knows: options, the loop that collects p and q along a text, and how to tell the
 Shapes: K draft position, V vocabulary.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from torch import Tensor
 from decode.decoder import Decoder
 from decode.drafters import HeadsDrafter
 from decode.lab_picture import FEW, Anchor, Depth, Exhibit, check_path, draw, readable, show
-from decode.report import tracked
+from decode.report import as_json, tracked
 from decode.target import BaseTarget
 from decode.text import encode
 from mtp import rules
@@ -78,7 +77,7 @@ def run(options: Namespace) -> None:
         print(f"picture: {options.out}", file=sys.stderr)
     show(exhibit, to_stderr=options.json)
     if options.json:
-        print(json.dumps(_report(exhibit, options), ensure_ascii=False), flush=True)
+        print(as_json(_report(exhibit, options)), flush=True)
 
 
 def _source(options: Namespace) -> Callable[[Namespace], Exhibit]:

@@ -14,11 +14,11 @@ from mtp.errors import UserError
 _AS_TEXT = {"bad_words_ids"}  # the shell gives --bad-words as text
 
 
-def add_request_options(parser: ArgumentParser, skip: tuple[str, ...] = ()) -> None:
-    """Add all options of a request to `parser`, but those fields that are in `skip`."""
+def add_request_options(parser: ArgumentParser) -> None:
+    """Add all options of a request to `parser`."""
     hints = get_type_hints(Request)
     for item in fields(Request):
-        if item.name not in skip and item.name not in _AS_TEXT and not item.metadata.get("python_only"):
+        if item.name not in _AS_TEXT and not item.metadata.get("python_only"):
             _add(parser, item, hints[item.name])
 
 

@@ -3,6 +3,8 @@
 Knows: rich, and whether a stream is a terminal. Refuses to measure.
 """
 
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from decode.check import FALSE_ALARM, Finding
+from decode.evidence import Finding
 from decode.stats import DecodeStats
 
 
@@ -82,8 +84,8 @@ def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_st
     console.print(table)
     verdict = "decoding is lossless as far as these checks see" if not failed else f"{failed} of {len(findings)} failed"
     console.print(
-        f"{verdict} ({seconds:.0f} s). Each chi-square test rejects an exact decoder once in {1 / FALSE_ALARM:,.0f} "
-        "seeds; a negative control must find a fault that was built in."
+        f"{verdict} ({seconds:.0f} s). Each chi-square test rejects an exact decoder for less than two of 10,000 seeds; "
+        "a negative control must find a fault that was built in."
     )
 
 
@@ -98,3 +100,16 @@ def tracked(total: int, unit: str) -> Iterator[Callable[[], None]]:
 
 def _shares(values: list[float]) -> str:
     return " / ".join(f"{value:.2f}" for value in values)
+
+
+def as_json(document: dict[str, Any]) -> str:
+    """One line of JSON; a number that JSON has no word for becomes a text, as in "inf"."""
+    return json.dumps(_spelt(document), ensure_ascii=False, allow_nan=False)
+
+
+def _spelt(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spelt(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelt(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -36,7 +36,7 @@ class Request(SamplingConfig):
     )
     draft_temperature: float | None = option(None, "temperature of q alone; changes speed, never the output's law")
     draft_min_confidence: float = option(0.0, "draft no further once the largest q is below this; 0 is off")
-    draft_max_entropy: float = option(math.inf, "draft no further once the entropy of q exceeds this, in nats")
+    draft_max_entropy: float | None = option(None, "draft no further once the entropy of q exceeds this, in nats")
     draft_min_prob: float = option(0.0, "draft no further behind a draft whose q is below this; 0 is off")
     stop: tuple[str, ...] = option((), "texts that end generation")
     stop_ids: tuple[int, ...] = option((), "token ids that end generation, besides the base's own")
@@ -48,8 +48,15 @@ class Request(SamplingConfig):
         None, "called with all committed ids after each; True ends the text", python_only=True
     )
 
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if isinstance(item.default, tuple):
+                object.__setattr__(self, item.name, _as_tuple(getattr(self, item.name)))
+        super().__post_init__()
+
     def validate(self) -> None:
         super().validate()
+        self._validate_numbers()
         if self.verify is not None:
             check_rule(self.verify)
         if self.verify == "greedy" and not self.greedy:
@@ -58,6 +65,20 @@ class Request(SamplingConfig):
         self._validate_drafting()
         if self.tree is not None:
             self._validate_tree()
+
+    def _validate_numbers(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens is {self.max_new_tokens}; use at least 1.")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"--min-new-tokens is {self.min_new_tokens}, but --max-new-tokens is {self.max_new_tokens}; use less."
+            )
+        if self.draft_length is not None and self.draft_length < 0:
+            raise UserError(f"--draft-length is {self.draft_length}; use 0 (off) or a positive number.")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed is {self.seed}; use a whole number from 0 to 2**63 - 1.")
+        if any(token < 0 for token in self.stop_ids):
+            raise UserError(f"--stop-ids is {min(self.stop_ids)}; use token ids, from 0 on.")
 
     def _validate_reproducible(self) -> None:
         if not self.reproducible:
@@ -79,7 +100,7 @@ class Request(SamplingConfig):
         for name, value, top in (
             ("--draft-min-confidence", self.draft_min_confidence, 1.0),
             ("--draft-min-prob", self.draft_min_prob, 1.0),
-            ("--draft-max-entropy", self.draft_max_entropy, math.inf),
+            ("--draft-max-entropy", self.draft_max_entropy or 0.0, math.inf),
         ):
             if not 0 <= value <= top:
                 raise UserError(f"{name} is {value}; use a number from 0 to {top:g}.")
@@ -90,7 +111,10 @@ class Request(SamplingConfig):
         if self.draft_length == 0:
             raise UserError(f"--tree is {self.tree}, but --draft-length is 0, which drafts nothing; leave one out.")
         if self.adaptive:
-            raise UserError("--tree has a size of its own; leave out --draft-min-… and --draft-max-entropy.")
+            raise UserError(
+                f"--tree is {self.tree}, which has a size of its own; leave out --draft-min-confidence, "
+                "--draft-max-entropy and --draft-min-prob."
+            )
         if self.verify == "lossy-typical":
             raise UserError("--verify lossy-typical judges chains only; leave out --tree, or use another rule.")
 
@@ -109,7 +133,7 @@ class Request(SamplingConfig):
     @property
     def adaptive(self) -> bool:
         """Whether K may end early in a step."""
-        return self.draft_min_confidence > 0 or self.draft_min_prob > 0 or math.isfinite(self.draft_max_entropy)
+        return self.draft_min_confidence > 0 or self.draft_min_prob > 0 or self.draft_max_entropy is not None
 
     @property
     def drafting(self) -> SamplingConfig:
@@ -117,19 +141,27 @@ class Request(SamplingConfig):
 
         The nodes of a tree are chosen by the order of q, and K by how sure it is, neither of which greedy q would show.
         """
-        heat = 1.0 if self.greedy and (self.tree is not None or self.adaptive) else self.draft_temperature
-        if heat is None:
+        if self.greedy and (self.tree is not None or self.adaptive):
+            return SamplingConfig(temperature=1.0)
+        if self.draft_temperature is None:
             return self
+        heat = self.draft_temperature
         return replace(self, temperature=heat, draft_temperature=None, reproducible=False, verify=None)
 
 
 def make_request(options: Mapping[str, Any]) -> Request:
-    """A Request from names and values; lists become tuples. An unknown name is a UserError with the nearest one."""
+    """A Request from names and values. An unknown name is a UserError with the nearest one."""
     known = {item.name for item in fields(Request)}
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"use any of {', '.join(sorted(known))}."
             raise UserError(f"{name!r} is no option of decoding; {hint}")
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    return Request(**values)
+    return Request(**options)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Lists as tuples, also inside; one text as a tuple of it."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(_as_tuple(item) if isinstance(item, (list, tuple)) else item for item in value)

@@ -121,7 +121,7 @@ class BaseCache:
         assert all(length <= place < self.length for place in positions), (length, positions, self.length)
         for layer in self.layers:
             if layer._buffers is not None:
-                layer.keep(length, torch.tensor(list(positions), device=layer._buffers[0].device))
+                layer.keep(length, torch.tensor(list(positions), dtype=torch.long, device=layer._buffers[0].device))
         self.length = length + len(positions)
 
     def select(self, rows: Tensor) -> None:

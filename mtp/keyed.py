@@ -71,7 +71,8 @@ def exponentials(seed: int, position: int, count: int) -> "np.ndarray[tuple[int]
     stream of its own; a generator that is only seeded keeps 32 bits of the seed in some libraries.
     """
     raw = np.random.Philox(key=seed, counter=[0, 0, position, 0]).random_raw(count)
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in the open interval (0, 1)
+    # 52 bits and a half fit a float64 exactly: neither 0 nor 1 can come out.
+    uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return -np.log(uniform)
 
 

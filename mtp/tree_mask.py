@@ -43,7 +43,8 @@ def tree_fault(base: Any) -> str | None:
     Row 0 has the children 1 and 2, row 2 the child 3: a base that ignores the mask or the positions shows it.
     """
     cache = base.new_cache()
-    if cache.slides:
+    local = "local" in (getattr(base.model.config, "attention_layers", None) or ())  # GPT-Neo: a window of rows
+    if cache.slides or local:
         return "some of its layers see a sliding window only"
     if not base.takes_positions:
         return "it takes no positions"

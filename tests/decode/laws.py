@@ -13,6 +13,7 @@ from decode.engine import Engine
 from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
+from decode.walk import Branching, walk
 from mtp.errors import UserError
 from mtp.processors import TextProcessors
 from mtp.sampling import RandomSource, finite_rows, to_probs
@@ -20,7 +21,6 @@ from tests.decode.toys import (
     BLOCK,
     PLAIN,
     REFUSED,
-    Branching,
     Conditional,
     TableDrafter,
     TableTarget,
@@ -28,7 +28,6 @@ from tests.decode.toys import (
     table,
     total_variation,
     true_law,
-    walk,
 )
 
 EXACT = 1e-12

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decode import cli
+from decode.check import CheckSettings, Finding
 from decode.cli import main
 from mtp.config import HeadsOptions
 from mtp.hub import save_heads
@@ -61,14 +62,20 @@ def test_generate_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         capsys, "generate", "--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 9,
         "--temperature", 1, "--seed", 4, "--draft-length", 2,
     )  # fmt: skip
-    assert (report["num_prompts"], report["draft_length"], report["verify"]) == (3, 2, "token")
+    assert (report["num_prompts"], report["draft_length"], report["verify"]) == (3, 2, "block")
+    assert (report["lossless"], report["tree"], report["unusable_q"], report["undrafted_texts"]) == (True, None, 0, 0)
     assert len(report["accepted_per_position"]) == len(report["alpha"]) == 2
-    assert set(report["seconds"]) == {"prefill", "draft", "verify", "other"}
+    assert set(report["seconds"]) == {"prefill", "draft", "verify", "rule", "other"}
+    assert all(seconds > 0 for seconds in report["seconds"].values())
     assert report["committed"] == sum(len(result["token_ids"]) for result in report["results"])
     assert report["accept_len"] == pytest.approx(report["committed"] / report["steps"])
     for result in report["results"]:
         assert result["finish_reason"] in {"eos", "length"}
         assert result["stats"]["committed"] == len(result["token_ids"])
+        assert "logprobs" not in result
+
+
+WARM = ["--temperature", "1", "--seed", "1"]
 
 
 @pytest.mark.parametrize(
@@ -82,20 +89,98 @@ def test_generate_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         ["--no-chat"],
         ["--max-new-tokens", "3"],
         ["--stop", "x", "6", "--stop", "a"],
+        [*WARM, "--typical-p", "0.1"],
+        [*WARM, "--epsilon-cutoff", "0.05"],
+        [*WARM, "--eta-cutoff", "0.9"],
+        [*WARM, "--reproducible"],
+        [*WARM, "--verify", "token"],
+        [*WARM, "--draft-length", "1"],
+        [*WARM, "--draft-temperature", "0.1"],
+        [*WARM, "--tree", "3,2"],
+        ["--repetition-penalty", "3"],
+        ["--presence-penalty", "9"],
+        ["--frequency-penalty", "9"],
+        ["--no-repeat-ngram", "1"],
+        ["--logit-bias", "7=99", "8=-inf"],
+        ["--suppress-tokens", "{first}"],
+        ["--bad-words", "{text}"],
+        ["--stop-ids", "{first}"],
         ["--dtype", "bfloat16"],
     ],
     ids=lambda flags: " ".join(flags),
 )
 def test_every_flag_changes_something(folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     args = ["generate", "--heads", folder / "heads", "--prompt", "the user"]
-    plain = document(capsys, *args, "--max-new-tokens", 16)
+    plain = document(capsys, *args, *(WARM if flags[:4] == WARM != flags else []), "--max-new-tokens", 16)
+    first = plain["results"][0]
+    flags = [flag.format(first=first["token_ids"][0], text=first["text"][:2]) for flag in flags]
     changed = document(capsys, *args, *([] if "--max-new-tokens" in flags else ["--max-new-tokens", 16]), *flags)
     if "--dtype" in flags:
         assert (plain["dtype"], changed["dtype"]) == ("float32", "bfloat16")
     else:
-        assert plain["results"][0]["token_ids"] != changed["results"][0]["token_ids"]
-    if "--stop" in flags:
+        assert first["token_ids"] != changed["results"][0]["token_ids"]
+    if "--stop" in flags or "--stop-ids" in flags:
         assert changed["results"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--tree", "3,2"], {"tree": "3,2", "draft_length": 2, "verify": "greedy", "lossless": True}),
+        ([*WARM, "--tree", "dynamic:5"], {"tree": "dynamic:5", "draft_length": 3, "verify": "traversal"}),
+        ([*WARM, "--tree", "2,1", "--verify", "token"], {"tree": "2,1", "verify": "recursive", "lossless": True}),
+        ([*WARM, "--reproducible"], {"verify": "match", "lossless": True, "tree": None}),
+        ([*WARM, "--verify", "lossy-typical"], {"verify": "lossy-typical", "lossless": False}),
+        ([*WARM, "--draft-max-entropy", "0"], {"drafted": 0, "accept_len": 1.0, "draft_length": 3}),
+        ([*WARM, "--draft-min-confidence", "1"], {"drafted": 0, "accept_len": 1.0, "draft_length": 3}),
+        (["--logit-bias", "2=99"], {"committed": 1}),
+        (["--logit-bias", "2=99", "--min-new-tokens", "4"], {"committed": 5}),
+        (["--logit-bias", "2=99", "--ignore-eos"], {"committed": 12}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_flags_that_show_in_the_statistics(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], expected: dict[str, object]
+) -> None:
+    """Token 2 is this base's end of sequence."""
+    args = ("generate", "--heads", folder / "heads", "--prompt", "the user", "--max-new-tokens", 12)
+    report = document(capsys, *args, *flags)
+    assert {name: report[name] for name in expected} == expected
+    assert {name: report["results"][0]["stats"][name] for name in expected} == expected
+
+
+def test_drafting_stops_behind_an_unlikely_draft(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("generate", "--heads", folder / "heads", "--prompt", "the user", "--max-new-tokens", 24, *WARM)
+    plain = document(capsys, *args)
+    report = document(capsys, *args, "--draft-min-prob", "1")
+    assert 0 < report["drafted"] <= report["steps"]  # one draft each: the one behind which it stops
+    assert plain["drafted"] > 2 * plain["steps"]
+
+
+def test_logprobs_are_in_the_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("generate", "--heads", folder / "heads", "--prompt", "the user", "--max-new-tokens", 12, "--logprobs")
+    [result] = document(capsys, *args)["results"]
+    assert len(result["logprobs"]) == len(result["token_ids"])
+    assert all(value < 0 for value in result["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tree", "2,2"], "K = 2, greedy, tree 2,2"),
+        ([*WARM, "--tree", "2,2"], "K = 2, traversal, tree 2,2"),
+        (WARM, "K = 3, block"),
+        ([*WARM, "--verify", "lossy-typical"], "the rule lossy-typical does not keep the base's distribution"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_statistics_say_how_it_was_decoded(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    code, _, err = run(capsys, "generate", "--heads", folder / "heads", "--prompt", "a", "--max-new-tokens", 4, *flags)
+    assert code == 0
+    assert said in err
+    assert "rule 0." in err
 
 
 def test_limit_and_base(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +203,8 @@ def test_bench_json(folder: Path, capsys: pytest.CaptureFixture[str], temperatur
     assert set(report["ratios"]) == {"plain", "transformers"}
     assert report["ratios"]["plain"] == pytest.approx(ours["tok_per_s"] / plain["tok_per_s"])
     assert (report["draft_length"], report["num_prompts"], report["dtype"]) == (2, 3, "float32")
-    assert report["verify"] == ("token" if temperature else "greedy")
+    assert report["verify"] == ("block" if temperature else "greedy")
+    assert (report["lossless"], report["tree"], report["top_p"], report["seed"]) == (True, None, 0.9, 0)
     assert len(ours["accepted_per_position"]) == len(ours["alpha"]) == 2
     assert plain["accept_len"] == 1.0
     assert plain["steps"] == plain["tokens"]
@@ -126,6 +212,8 @@ def test_bench_json(folder: Path, capsys: pytest.CaptureFixture[str], temperatur
     for side in report["results"]:
         assert side["tok_per_s"] == pytest.approx(side["tokens"] / side["wall_seconds"])
     for side in (ours, plain):
+        assert set(side["seconds"]) == {"prefill", "draft", "verify", "rule", "other"}
+        assert 0 < side["rule_share"] < 1
         assert sum(side["seconds"].values()) == pytest.approx(side["wall_seconds"])
     if not temperature:
         assert ours["tokens"] == plain["tokens"] == theirs["tokens"]
@@ -137,6 +225,41 @@ def test_bench_table_and_choice(folder: Path, capsys: pytest.CaptureFixture[str]
     assert code == 0
     assert "plain" in out
     assert "transformers" not in out
+
+
+def test_bench_of_a_tree_and_of_our_own_penalties(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(
+        capsys, "bench", "--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 4,
+        "--against", "plain", "--tree", "2,1", "--presence-penalty", 1,
+    )  # fmt: skip
+    assert (report["tree"], report["draft_length"], report["presence_penalty"]) == ("2,1", 2, 1.0)
+    ours, plain = report["results"]
+    assert plain["accept_len"] == 1.0
+    assert ours["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_check_ends_with_1_when_a_check_fails(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, passed: bool
+) -> None:
+    asked: list[CheckSettings] = []
+
+    def found(decoder: object, settings: CheckSettings, advance: object) -> list[Finding]:
+        asked.append(settings)
+        return [Finding("first", True, "as it should be"), Finding("second", passed, "0 of 3")]
+
+    monkeypatch.setattr(cli, "check", found)
+    args = ("check", "--heads", folder / "heads", "--samples", 7, "--seed", 3, "--max-new-tokens", 5)
+    code, out, _ = run(capsys, *args)
+    assert code == (0 if passed else 1)
+    assert ("lossless" in out, "FAILED" in out, "1 of 2 failed" in out) == (passed, not passed, not passed)
+    code, out, err = run(capsys, *args, "--json")
+    report = json.loads(out.splitlines()[-1])
+    assert code == (0 if passed else 1)
+    assert report["passed"] is passed
+    assert [(one["name"], one["passed"]) for one in report["checks"]] == [("first", True), ("second", passed)]
+    assert "as it should be" in err
+    assert [(one.samples, one.seed, one.max_new_tokens) for one in asked] == [(7, 3, 5)] * 2
 
 
 def heads_with(folder: Path, name: str, old: str, new: str) -> Path:
@@ -174,6 +297,24 @@ def heads_with(folder: Path, name: str, old: str, new: str) -> Path:
         (["bench", "--heads", "{}/heads"], "--prompts FILE"),
         (["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--against", "x,y"], "--against has 'x'"),
         (["bench", "--heads", "{}/heads", "--prompts", "{}/long.jsonl"], "shorten the prompt"),
+        (
+            ["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--presence-penalty", "1"],
+            "--presence-penalty is not known to transformers; use --against plain",
+        ),
+        (
+            ["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--frequency-penalty", "1"],
+            "--frequency-penalty is not known to transformers; use --against plain",
+        ),
+        (["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--stop", "a"], "--stop"),
+        (["check"], "--heads is missing; name the folder of heads to check"),
+        (["check", "--heads", "{}/heads", "--limit", "1"], "--limit is 1"),
+        (["generate", "--base", "{}/llama-0", "--prompt", "a", "--tree", "2"], "no heads to draft with"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--tree", "2,2,2,2"], "4 levels deep, but K is 3"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--tree", "3,,1"], "--tree is '3,,1'"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--verify", "best"], "--verify is 'best'; use one of"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--reproducible", "--temperature", "1"], "needs a seed"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--logit-bias", "13"], "--logit-bias has '13'"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--suppress-tokens", "64"], "token id 64"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -257,7 +398,7 @@ def test_faults_of_the_software_keep_their_traceback(monkeypatch: pytest.MonkeyP
         main(["generate", "--prompt", "a"])
 
 
-@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["bench", "--help"], ["check", "--help"]])
 def test_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *args)
     assert code == 0

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from decode.engine import Engine
 from decode.request import Request
+from decode.walk import Branching
 from mtp import verify as verify_module
 from mtp.errors import UserError
 from mtp.sampling import RandomSource, to_probs
 from mtp.verify import Verdict
 from tests.decode.laws import BLOCK, CHAIN_RULES, EXACT, P2, PLAIN, Q2, P, Q, law_error, sparse, spoiled, walk_engine
-from tests.decode.toys import REFUSED, Branching, TableDrafter, TableTarget, decode, table
+from tests.decode.toys import REFUSED, TableDrafter, TableTarget, decode, table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 JUDGING = ["token", "block"]

@@ -117,56 +117,6 @@ class TableDrafter:
         return torch.stack(rows)
 
 
-class Branching(RandomSource):
-    """Replays a prescribed outcome of each draw, then takes the first possible one; notes probabilities and options."""
-
-    def __init__(self, prescribed: list[int]) -> None:
-        super().__init__(0)
-        self.prescribed = prescribed
-        self.taken: list[int] = []
-        self.options: list[int] = []
-        self.probability = 1.0
-
-    def _choose(self, weights: list[float]) -> int:
-        """One of the outcomes with positive weight; weights sum to 1."""
-        possible = [outcome for outcome, weight in enumerate(weights) if weight > 0]
-        index = self.prescribed[len(self.taken)] if len(self.taken) < len(self.prescribed) else 0
-        self.taken.append(index)
-        self.options.append(len(possible))
-        self.probability *= weights[possible[index]]
-        return possible[index]
-
-    def bernoulli(self, prob: Tensor) -> Tensor:
-        outcomes = [bool(self._choose([1 - value, value])) for value in prob.flatten().tolist()]
-        return torch.tensor(outcomes, dtype=torch.bool).reshape(prob.shape)
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        rows = probs.double().reshape(-1, probs.shape[-1])
-        rows = rows / rows.sum(dim=-1, keepdim=True)
-        ids = [self._choose(row) if row[0] == row[0] else 0 for row in rows.tolist()]  # no mass: 0, as the real one
-        return torch.tensor(ids).reshape(probs.shape[:-1])
-
-
-def walk(
-    run: Callable[[RandomSource], tuple[int, ...]], source: Callable[[list[int]], Branching] | None = None
-) -> dict[tuple[int, ...], float]:
-    """The law of what `run` returns, over all outcomes of its draws."""
-    law: dict[tuple[int, ...], float] = defaultdict(float)
-    prescribed: list[int] | None = []
-    while prescribed is not None:
-        random = (source or Branching)(prescribed)
-        law[run(random)] += random.probability
-        prescribed = _next_branch(random)
-    return law
-
-
-def _next_branch(random: Branching) -> list[int] | None:
-    for depth in reversed(range(len(random.taken))):
-        if random.taken[depth] + 1 < random.options[depth]:
-            return [*random.taken[:depth], random.taken[depth] + 1]
-    return None
-
-
 def decode(
     engine: Engine,
     prompt: list[int],

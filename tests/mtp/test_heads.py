@@ -160,3 +160,41 @@ def test_forgetting_to_bind_or_to_load_the_vocabulary_is_loud() -> None:
         build_heads(toy_config("medusa", torch.arange(10))).bind(torch.zeros(V, D), torch.zeros(V, D))
     with pytest.raises(ValueError, match="need"):
         heads.bind(torch.zeros(V + 1, D), torch.zeros(V, D))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_select_copies_rows(kind: str) -> None:
+    """Branches of a tree: each goes on as its own sequence, and neither writes into another or into the first state."""
+    heads = toy_heads(kind)
+    features, tokens = sequence(heads)
+    state = heads.new_state(2)
+    heads.ingest(state, features, tokens[:, 1:10])
+    before = heads.draft(state, 1, tokens[:, 9])
+    branches = state.select(torch.tensor([1, 0, 1]))
+    assert branches.batch_size == 3
+    assert type(branches) is type(state)
+    assert torch.equal(heads.draft(branches, 1, tokens[[1, 0, 1], 9]), before[[1, 0, 1]])
+    others = (tokens[[1, 0, 1], 10] + torch.tensor([0, 3, 7])) % V
+    drafted = [heads.draft(branches, 2, others)]
+    twigs = branches.select(torch.tensor([2, 0]))  # a branch of a branch
+    more = (tokens[[1, 1], 11] + torch.tensor([5, 1])) % V
+    drafted.append(heads.draft(twigs, 3, more))
+    for row, branch in enumerate((2, 0)):
+        alone = heads.new_state(1)
+        heads.ingest(alone, features[1:], tokens[1:, 1:10])
+        heads.draft(alone, 1, tokens[1:, 9])
+        assert (heads.draft(alone, 2, others[branch : branch + 1])[0] - drafted[0][branch]).abs().max() < TOLERANCE
+        assert (heads.draft(alone, 3, more[row : row + 1])[0] - drafted[1][row]).abs().max() < TOLERANCE
+    heads.ingest(branches, features[[1, 0, 1]] + 1, tokens[[1, 0, 1], 1:10])  # nor does more text in a copy
+    assert torch.equal(heads.draft(state, 1, tokens[:, 9]), before)
+    rest = torch.stack([heads.draft(state, k, tokens[:, 8 + k]) for k in range(2, K + 1)], dim=1)
+    assert (rest - heads(features, tokens)[:, 8, 1:]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_select_of_an_empty_state(kind: str) -> None:
+    heads = toy_heads(kind)
+    features, tokens = sequence(heads)
+    state = heads.new_state(1).select(torch.tensor([0, 0]))
+    heads.ingest(state, features, tokens[:, 1:10])
+    assert (heads.draft(state, 1, tokens[:, 9]) - heads(features, tokens)[:, 8, 0]).abs().max() < TOLERANCE

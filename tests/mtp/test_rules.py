@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decode.walk import walk
 from mtp import rules
 from mtp.errors import UserError
 from mtp.rules import Study, all_rules, as_law, chain, expected_accepted, matching_resample
 from mtp.sampling import RandomSource
 from mtp.verify import verify
-from tests.decode.toys import walk
 
 P, Q = as_law([0.1, 0.2, 0.3, 0.4], "--p"), as_law([0.4, 0.3, 0.2, 0.1], "--q")
 BIASED = "resample from p"

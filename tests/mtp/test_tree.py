@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decode.walk import Branching, walk
 from mtp import tree as tree_module
 from mtp.errors import UserError
 from mtp.sampling import RandomSource
 from mtp.tree import DRAWINGS, TREE_RULES, Drawing, TokenTree, TreeVerdict, draw_children, sibling_law, verify_tree
 from mtp.verify import verify
-from tests.decode.toys import Branching, table, total_variation, true_law, walk
+from tests.decode.toys import table, total_variation, true_law
 
 EXACT = 1e-12
 CONTEXT = (1, 2)
@@ -274,7 +275,7 @@ def mean_length(rule: str, shape: Shape, drawing: Drawing, p: Tensor, q: Tensor)
 
     def walk_lengths(run: Callable[[RandomSource], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tests.decode.toys.Branching", Ending)
+            patch.setattr("decode.walk.Branching", Ending)
             return walk(run)
 
     mean = 0.0

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.walk import walk
 from mtp.sampling import RandomSource
 from mtp.verify import EXACT_RULES, RULES, verify
-from tests.decode.toys import table, total_variation, true_law, walk
+from tests.decode.toys import table, total_variation, true_law
 
 EXACT = 1e-12
 CONTEXT = [1, 2]
