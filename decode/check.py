@@ -34,7 +34,7 @@ def check(decoder: Decoder, settings: CheckSettings, on_step: Callable[[], None]
     if decoder.heads is None:
         raise UserError("check needs heads; name --heads.")
     if settings.samples < MIN_SAMPLES:
-        raise UserError(f"--samples is {settings.samples}; use {MIN_SAMPLES} or more, or nothing could be told apart.")
+        raise UserError(f"--samples is {settings.samples}; use at least {MIN_SAMPLES}, or nothing shows.")
     drafts = Drafts()
     findings = []
     for finding in itertools.chain(

@@ -84,8 +84,8 @@ def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_st
     console.print(table)
     verdict = "decoding is lossless as far as these checks see" if not failed else f"{failed} of {len(findings)} failed"
     console.print(
-        f"{verdict} ({seconds:.0f} s). Each chi-square test rejects an exact decoder for less than two of 10,000 seeds; "
-        "a negative control must find a fault that was built in."
+        f"{verdict} ({seconds:.0f} s). Each chi-square test rejects an exact decoder for less than two of 10,000 "
+        "seeds; a negative control must find a fault that was built in."
     )
 
 

@@ -161,7 +161,7 @@ def make_request(options: Mapping[str, Any]) -> Request:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Lists as tuples, also inside; one text as a tuple of it."""
-    if isinstance(value, str):
+    """Lists as tuples, also inside; one text or number as a tuple of it."""
+    if isinstance(value, (str, int)):
         return (value,)
     return tuple(_as_tuple(item) if isinstance(item, (list, tuple)) else item for item in value)

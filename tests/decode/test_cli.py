@@ -299,11 +299,11 @@ def heads_with(folder: Path, name: str, old: str, new: str) -> Path:
         (["bench", "--heads", "{}/heads", "--prompts", "{}/long.jsonl"], "shorten the prompt"),
         (
             ["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--presence-penalty", "1"],
-            "--presence-penalty is not known to transformers; use --against plain",
+            "--presence-penalty is 1.0, which transformers is not given here; use --against plain",
         ),
         (
             ["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--frequency-penalty", "1"],
-            "--frequency-penalty is not known to transformers; use --against plain",
+            "--frequency-penalty is 1.0, which transformers is not given here; use --against plain",
         ),
         (["bench", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--stop", "a"], "--stop"),
         (["check"], "--heads is missing; name the folder of heads to check"),

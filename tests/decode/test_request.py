@@ -70,8 +70,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for rule in ("block", "token", "lossy-typical")
     ),
     *(
-        ({**WARM, "tree": "2", name: value}, "--tree has a size of its own; leave out --draft-min-… and "
-         "--draft-max-entropy.")
+        ({**WARM, "tree": "2", name: value}, "--tree is 2, which has a size of its own; leave out "
+         "--draft-min-confidence, --draft-max-entropy and --draft-min-prob.")
         for name, value in (("draft_min_confidence", 0.5), ("draft_min_prob", 0.5), ("draft_max_entropy", 1.0))
     ),
     *(
@@ -292,7 +292,7 @@ def test_a_bias_out_of_range_is_named(text: str, message: str) -> None:
 def test_bench_refuses_what_transformers_has_no_word_for(decoder: Decoder, name: str) -> None:
     request = Request(max_new_tokens=4, **{name: 0.5})  # type: ignore[arg-type]
     option = "--" + name.replace("_", "-")
-    with pytest.raises(UserError, match=f"{option} is not known to transformers; use --against plain."):
+    with pytest.raises(UserError, match=f"{option} is 0.5, which transformers is not given here; use --against"):
         bench(decoder, ["hi"], request, "heads")
     report = bench(decoder, ["hi"], request, "heads", against=("plain",))
     assert [side["name"] for side in report["results"]] == ["mtp", "plain"]

@@ -256,7 +256,7 @@ OTHERS = {
     "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 4}, "it takes no positions"),
     "mpt": ({"d_model": 32, "n_layers": 2, "n_heads": 4}, "it takes no positions"),
     "falcon": ({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}, "takes no mask"),
-    "gpt_neo": (GPT_NEO | {"window_size": 4}, "does not follow the mask"),
+    "gpt_neo": (GPT_NEO | {"window_size": 4}, "sliding window"),
 }
 
 
@@ -278,7 +278,7 @@ def test_alibi_and_local_attention_are_refused_by_name(kind: str) -> None:
 
 def test_local_attention_with_a_longer_window_is_refused_too() -> None:
     """`gpt_neo` slides over rows inside its attention; 16 here, 256 in its checkpoints."""
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="sliding window"):
         other("gpt_neo", GPT_NEO | {"window_size": 16}).require_trees()
 
 
