@@ -17,8 +17,9 @@ help:
 demo: $(STAMP)
 	$(BIN)/python -m train.demo
 
+# One thread per worker: two workers that both start a thread per core slow each other down several times over.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -56,22 +56,26 @@ def main(args: Sequence[str] | None = None) -> int:
 def build_parser() -> ArgumentParser:
     """The parser with all commands."""
     about = "Decode with heads, exactly as the base."
-    parser = ArgumentParser(prog="mtp-decode", description=about, exit_on_error=False)
+    parser = ArgumentParser(prog="mtp-decode", description=about, exit_on_error=False, allow_abbrev=False)
     commands = parser.add_subcommands(dest="command")
-    generate = ArgumentParser(exit_on_error=False, description="Generate text; statistics go to stderr.")
+    generate = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Generate text; statistics go to stderr."
+    )
     _add_models(generate)
     _add_prompts(generate)
     generate.add_argument("--prompt", type=str | None, help="one prompt (text)")
     add_request_options(generate)
     commands.add_subcommand("generate", generate, help="generate text")
-    benchmark = ArgumentParser(exit_on_error=False, description="Speed against decoding without heads.")
+    benchmark = ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, description="Speed against decoding without heads."
+    )
     _add_models(benchmark)
     _add_prompts(benchmark)
     benchmark.add_argument("--against", default=",".join(RIVALS), help="comma-separated, from: " + ", ".join(RIVALS))
     add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
     certificate = ArgumentParser(
-        exit_on_error=False, description="Is decoding with these heads lossless, here and now?"
+        exit_on_error=False, allow_abbrev=False, description="Is decoding with these heads lossless, here and now?"
     )
     _add_models(certificate)
     _add_prompts(certificate)
@@ -79,7 +83,7 @@ def build_parser() -> ArgumentParser:
     certificate.add_argument("--max-new-tokens", type=int, default=CheckSettings.max_new_tokens, help="tokens per text")
     certificate.add_argument("--seed", type=int, default=CheckSettings.seed, help="of all draws")
     commands.add_subcommand("check", certificate, help="certify your own base and heads")
-    laboratory = ArgumentParser(exit_on_error=False, description=lab.ABOUT)
+    laboratory = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=lab.ABOUT)
     lab.add_arguments(laboratory)
     commands.add_subcommand("lab", laboratory, help="see what each acceptance rule does to the distribution")
     return parser

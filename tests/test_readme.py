@@ -37,7 +37,7 @@ def shortened(command: list[str]) -> list[str]:
     if arguments[0] == "lab":
         return [*arguments, *(["--max-new-tokens", "4"] if "--heads" in arguments else [])]
     if arguments[0] == "check":
-        return [*arguments, "--samples", "100", "--max-new-tokens", "6"]
+        return [*arguments, "--samples", "300", "--max-new-tokens", "6"]
     if program == "mtp-decode":
         limit = ["--limit", "2"] if "--limit" in arguments else []
         return [*arguments, "--max-new-tokens", "6", *limit]
