@@ -32,7 +32,7 @@ class Outcome:
     nodes: int
     """Drafts at these positions; more than `drafted` in a tree."""
     overlap: list[float]
-    """sum_x min(p, q) of each position."""
+    """sum_x min(p, q) of each position that was reached: those that stay and the one behind them."""
     unusable_q: bool
     residual_empty: bool
     finite: list[bool]
@@ -69,26 +69,24 @@ class Chain:
         drafts = self.block[:, 1:]
         q = self.q if drafts.shape[1] else p[None, :0]
         verdict = verify(rule, drafts, q, p[None], random, self.lengths)
-        overlap = torch.minimum(p[None, :-1], q).sum(dim=-1).double()
-        # One transfer from the device for the whole step.
-        scalars = [self.lengths, verdict.num_accepted, verdict.next_token, verdict.residual_empty]
-        flags = [check.finite[None], check.possible[None]]
-        packed = torch.cat([torch.stack([s.double() for s in scalars], dim=1), drafts, *flags, overlap], dim=1)
-        values: list[float] = packed[0].tolist()
-        drafted, accepted, next_token, empty = (int(value) for value in values[:4])
+        # One transfer from the device for all that steers the step, and one for what is only counted.
+        scalars = torch.stack([self.lengths, verdict.num_accepted, verdict.next_token, verdict.residual_empty.long()])
+        values: list[int] = torch.cat([scalars[:, 0], drafts[0], check.finite, check.possible]).tolist()
+        drafted, accepted, next_token, empty = values[:4]
         asked, rows = drafts.shape[1], drafts.shape[1] + 1
-        tokens = [int(value) for value in values[4 : 4 + asked]]
-        finite, possible = values[4 + asked :][:rows], values[4 + asked + rows :][:rows]
+        tokens, flags = values[4 : 4 + asked], values[4 + asked :]
+        reached = min(accepted + 1, asked)
+        overlap: list[float] = torch.minimum(p[:reached], q[0, :reached]).sum(dim=-1).tolist()
         return Outcome(
             path=list(range(1, accepted + 1)),
             tokens=[*tokens[:accepted], next_token],
             drafted=drafted,
             nodes=drafted,
-            overlap=values[4 + asked + 2 * rows :],
+            overlap=overlap,
             unusable_q=drafted < asked,
             residual_empty=bool(empty),
-            finite=[bool(flag) for flag in finite[: accepted + 1]],
-            possible=[bool(flag) for flag in possible[: accepted + 1]],
+            finite=[bool(flag) for flag in flags[: accepted + 1]],
+            possible=[bool(flag) for flag in flags[rows : rows + accepted + 1]],
         )
 
 

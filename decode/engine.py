@@ -72,11 +72,11 @@ class Engine:
 
         A row of p that is NaN, infinite or without any token is a UserError when the text reaches it.
         """
-        with torch.no_grad():
+        with torch.inference_mode():
             text = _Text(self, prompt, request, random, stats, processors)
         reason: FinishReason | None = None
         while reason is None:
-            with torch.no_grad():
+            with torch.inference_mode():
                 step = text.step(stopping)
             reason = step.finish_reason
             yield step

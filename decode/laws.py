@@ -41,8 +41,9 @@ class Laws:
             possible = finite_rows(logits)
         p = to_probs(logits, self._request)
         unusable = ~(finite & possible)
-        p.masked_fill_(unusable[:, None], 0.0)
-        p[:, 0] += unusable
+        if p.device.type != "cpu" or bool(unusable.any()):  # asking an accelerator costs more than the two passes
+            p.masked_fill_(unusable[:, None], 0.0)
+            p[:, 0] += unusable
         return p, RowCheck(finite, possible)
 
     def q(
@@ -54,8 +55,10 @@ class Laws:
             logits = spread.index_copy_(1, self._draft_ids, logits)
         if self._processors is not None:
             logits = self._process(logits, committed, suffixes)
-        usable = finite_rows(logits)
-        return to_probs(logits, self._drafting).masked_fill_(~usable[:, None], 0.0), usable
+        usable, q = finite_rows(logits), to_probs(logits, self._drafting)
+        if q.device.type != "cpu" or not bool(usable.all()):
+            q.masked_fill_(~usable[:, None], 0.0)
+        return q, usable
 
     def _process(self, logits: Tensor, committed: Tensor, suffixes: Sequence[Tensor]) -> Tensor:
         """Row by row: their texts differ in length. Rows of the same length could share a call, but are few."""

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mtp.output import project
+from mtp.output import exchange_pays, project
 
 MAX_ROWS = 16
 
 
 class SkinnyProducts(TorchFunctionMode):
-    """Inside `with SkinnyProducts():`, `F.linear` is `mtp.output.project`, which is faster for 2 to 16 float32 rows."""
+    """Inside `with SkinnyProducts():`, `F.linear` is `mtp.output.project`."""
 
     def __torch_function__(
         self,
@@ -37,5 +38,5 @@ class SkinnyProducts(TorchFunctionMode):
 
 def fast_products(tokens: Tensor) -> AbstractContextManager[object]:
     """The context for a forward over tokens [B, T]: `SkinnyProducts` where their number can profit, else nothing."""
-    profits = tokens.device.type == "cpu" and 2 <= tokens.numel() <= MAX_ROWS
-    return SkinnyProducts() if profits else nullcontext()
+    few = tokens.device.type == "cpu" and 2 <= tokens.numel() <= MAX_ROWS
+    return SkinnyProducts() if few and exchange_pays(torch.get_num_threads()) else nullcontext()

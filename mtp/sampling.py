@@ -23,6 +23,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """From text [R, n] and its next logits [R, V] to new logits [R, V]; the interface of transformers' LogitsProcessor."""
 
 _TOP_P_CANDIDATES = 1024
+_SMALL_TEMPERATURE = 1e-2  # above it, logits can be divided as they are
 _SMALLEST_UNIFORM = 2.0**-54  # below every other value of a 53-bit uniform; keeps the interval open at zero
 
 _T = TypeVar("_T")
@@ -157,9 +158,11 @@ def to_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     if sampling.greedy:
         return _one_hot_max(logits)
     scores = logits if logits.dtype == torch.float64 else logits.float()
-    if sampling.temperature != 1 or sampling.min_p > 0:
+    if sampling.min_p > 0 or sampling.temperature < _SMALL_TEMPERATURE:
         # Subtracting the maximum first keeps a tiny temperature from overflowing, and serves min-p.
-        scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
+        scores = (scores - scores.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
+    elif sampling.temperature != 1:
+        scores = scores / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = _keep_top_k(scores, sampling.top_k)
     if sampling.top_p < 1:
@@ -247,14 +250,13 @@ class RandomSource:
         Never a token of probability 0, as long as a row has any mass; a row without mass gives 0.
         """
         cdf = probs.double().cumsum(dim=-1)
-        if probs.device.type != "cpu":
-            # A parallel sum can rise by rounding where nothing is added; an impossible token must not profit.
-            cdf = cdf.masked_fill(~(probs > 0), 0.0)
+        if probs.device.type == "cpu":
+            # One after the other, the sum does not move where nothing is added, so its first value above the threshold
+            # is that of a possible token. The threshold is below the total, as the uniform is below 1.
+            total = cdf[..., -1:]
+            found = torch.searchsorted(cdf, self.uniform(total.shape) * total, right=True)
+            return found.masked_fill_(~(total > 0), 0).squeeze(-1)
+        # A parallel sum can rise by rounding where nothing is added; an impossible token must not profit.
+        cdf = cdf.masked_fill(~(probs > 0), 0.0)
         total = cdf.amax(dim=-1, keepdim=True)
-        threshold = self.uniform(total.shape).to(probs.device) * total  # below the total, as the uniform is below 1
-        if probs.device.type != "cpu":
-            return (cdf > threshold).to(torch.uint8).argmax(dim=-1)
-        # One after the other, the sum does not move where nothing is added, so its first value above the threshold is
-        # that of a possible token.
-        found = torch.searchsorted(cdf, threshold, right=True)
-        return found.masked_fill(~(total > 0), 0).squeeze(-1)
+        return (cdf > self.uniform(total.shape).to(probs.device) * total).to(torch.uint8).argmax(dim=-1)

@@ -159,7 +159,7 @@ def block_thresholds(draft_tokens: Tensor, q: Tensor, p: Tensor, lengths: Tensor
         return ratios, ratios
     weights = torch.stack(columns, dim=1)
     inner = weights[:, :-1]
-    gain = (inner.to(p.dtype)[..., None] * p[:, 1:drafts] - q[:, 1:]).relu_().sum(dim=-1).double()
+    gain = (inner.to(p.dtype)[..., None] * p[:, 1:drafts]).sub_(q[:, 1:]).relu_().sum(dim=-1).double()
     below = gain + (1 - inner)  # in this order: a tiny gain must not be lost to the 1
     thresholds = torch.cat([torch.where(below > 0, gain / below, 1.0), weights[:, -1:]], dim=1)
     last = torch.arange(1, drafts + 1, device=p.device) == lengths[:, None]
@@ -179,10 +179,11 @@ def token_residual(
         return p_row, torch.zeros_like(num_accepted, dtype=torch.bool)
     rejected = num_accepted < lengths
     q_row = at_row(q, num_accepted.clamp(max=q.shape[1] - 1)).double()
-    wanted = p_row if weight is None else weight[:, None] * p_row
-    residual = torch.where(rejected[:, None], (wanted - q_row).relu(), p_row)
+    share = torch.ones_like(num_accepted) if weight is None else torch.where(rejected, weight, 1.0)
+    # In place: the rows are long, and every copy of them is read from memory again.
+    residual = (p_row * share[:, None]).sub_(q_row.masked_fill_(~rejected[:, None], 0.0)).relu_()
     empty = residual.sum(dim=-1) <= 0
-    return torch.where(empty[:, None], p_row, residual), empty
+    return residual.addcmul_(p_row, empty.double()[:, None]), empty
 
 
 def at_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
