@@ -100,7 +100,7 @@ class _Bench:
         return self.target.forward(text[:, -1:], 1).logits[0, 0]
 
 
-@torch.no_grad()
+@torch.inference_mode()  # as the engine, whose cache it shares
 def check_laws(decoder: Decoder, settings: CheckSettings, drafts: Drafts) -> Iterator[Finding]:
     """NUM_FINDINGS findings; the counts of exact rules are added to `drafts`."""
     bench, control = _telling_bench(decoder, settings)
