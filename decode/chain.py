@@ -90,33 +90,43 @@ class Chain:
         )
 
 
-def draft_chain(
-    drafter: Drafter | None,
-    count: int,
-    last: Tensor,
-    committed: Tensor,
-    laws: Laws,
-    vocab_size: int,
-    request: Request,
-    random: RandomSource,
-) -> Chain:
-    """Up to `count` drafts behind last [1], the last of committed [n]; a chain without drafts when `count` is 0."""
+@dataclass
+class Drafting:
+    """What there is to draft with, and the text to draft behind."""
+
+    drafter: Drafter | None
+    committed: Tensor
+    """[n]"""
+    laws: Laws
+    vocab_size: int
+    request: Request
+    random: RandomSource
+
+    @property
+    def last(self) -> Tensor:
+        """[1] the last committed token."""
+        return self.committed[-1:]
+
+
+def draft_chain(given: Drafting, count: int) -> Chain:
+    """Up to `count` drafts behind the text; a chain without drafts when `count` is 0."""
+    drafter, request, last = given.drafter, given.request, given.last
     tokens: list[Tensor] = [last]
     rows, usable = [], []
     for k in range(1, count + 1):
         assert drafter is not None
-        suffix = torch.cat(tokens[1:]) if k > 1 else committed[:0]
-        q, good = laws.q(drafter.draft(k, tokens[-1]), vocab_size, committed, [suffix])
+        suffix = torch.cat(tokens[1:]) if k > 1 else last[:0]
+        q, good = given.laws.q(drafter.draft(k, tokens[-1]), given.vocab_size, given.committed, [suffix])
         if request.adaptive and bool(good) and stops_before(q, request):
             break
-        tokens.append(propose(q, request, random))
+        tokens.append(propose(q, request, given.random))
         rows.append(q)
         usable.append(good)
         if request.draft_min_prob > 0 and float(q[0, tokens[-1]]) < request.draft_min_prob:
             break  # behind it, never without it: taking it back after seeing it would bend the law
     block = torch.stack(tokens, dim=1)
     if not rows:
-        return Chain(block, last.new_zeros(1, 0, vocab_size, dtype=torch.float32), torch.zeros_like(last))
+        return Chain(block, last.new_zeros(1, 0, given.vocab_size, dtype=torch.float32), torch.zeros_like(last))
     # Only drafts from the first bad row on are dropped: dropping an earlier one because of a row that depends on it
     # would choose among samples after seeing them.
     return Chain(block, torch.stack(rows, dim=1), torch.stack(usable, dim=1).long().cumprod(dim=1).sum(dim=1))

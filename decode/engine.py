@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.chain import Chain, Outcome, draft_chain
+from decode.chain import Chain, Drafting, Outcome, draft_chain
 from decode.drafters import Drafter
 from decode.laws import Laws, refuse_row
 from decode.request import Request
@@ -143,13 +143,10 @@ class _Text:
         return min(self.stats.draft_length, remaining - 1)
 
     def _propose(self, count: int) -> "Chain | Tree":
-        last, vocab_size = self.text[-1:], self.target.vocab_size
+        given = Drafting(self.drafter, self.text, self.laws, self.target.vocab_size, self.request, self.random)
         if self.shape is not None and count:
-            assert self.drafter is not None
-            return draft_tree(
-                self.drafter, self.shape, count, last, self.text, self.laws, vocab_size, self.request, self.random
-            )
-        return draft_chain(self.drafter, count, last, self.text, self.laws, vocab_size, self.request, self.random)
+            return draft_tree(given, self.shape, count)
+        return draft_chain(given, count)
 
     def _logprobs(self, logits: Tensor, outcome: Outcome) -> list[float]:
         rows = logits[[0, *outcome.path]].log_softmax(dim=-1)

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.chain import Outcome
-from decode.drafters import Drafter
-from decode.laws import Laws, RowCheck
-from decode.request import Request
+from decode.chain import Drafting, Outcome
+from decode.laws import RowCheck
 from decode.target import Target, TargetOutput
 from decode.tree_shape import TreeShape
 from mtp.sampling import RandomSource
@@ -76,11 +74,9 @@ class Tree:
 class _Grower:
     """Asks the drafter for one level after the other."""
 
-    def __init__(
-        self, drafter: Drafter, last: Tensor, committed: Tensor, laws: Laws, vocab_size: int, request: Request
-    ) -> None:
-        self.drafter, self.last, self.committed, self.laws = drafter, last, committed, laws
-        self.vocab_size, self.request = vocab_size, request
+    def __init__(self, given: Drafting) -> None:
+        assert given.drafter is not None
+        self.given, self.drafter, self.last = given, given.drafter, given.last
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.rows: dict[int, Tensor] = {}
@@ -96,7 +92,8 @@ class _Grower:
             self.drafter.fork(torch.tensor(list(origins), device=self.last.device))
         previous = self.last if level == 1 else self.last.new_tensor([self.tokens[row - 1] for row in parents])
         logits = self.drafter.draft(level, previous)
-        q, usable = self.laws.q(logits, self.vocab_size, self.committed, [self._path(row) for row in parents])
+        suffixes = [self._path(row) for row in parents]
+        q, usable = self.given.laws.q(logits, self.given.vocab_size, self.given.committed, suffixes)
         laws: list[Tensor | None] = []
         for row, law, good in zip(parents, q, usable.tolist(), strict=True):
             self.unusable = self.unusable or not good
@@ -125,29 +122,19 @@ class _Grower:
         new = {0: 0} | {row: index for index, row in enumerate(old, start=1)}
         tokens = self.last.new_tensor([self.tokens[row - 1] for row in old])
         tree = TokenTree(tokens, tuple(new[self.parents[row - 1]] for row in old))
-        absent = torch.zeros(self.vocab_size, dtype=self.dtype, device=self.last.device)
+        absent = torch.zeros(self.given.vocab_size, dtype=self.dtype, device=self.last.device)
         q = torch.stack([self.rows.get(row, absent) for row in [0, *old]])
         return Tree(self.last, tree, drawing, q, self.unusable)
 
 
-def draft_tree(
-    drafter: Drafter,
-    shape: TreeShape,
-    count: int,
-    last: Tensor,
-    committed: Tensor,
-    laws: Laws,
-    vocab_size: int,
-    request: Request,
-    random: RandomSource,
-) -> Tree:
-    """A tree of up to `count` levels behind last [1], the last of committed [n]."""
-    grower = _Grower(drafter, last, committed, laws, vocab_size, request)
+def draft_tree(given: Drafting, shape: TreeShape, count: int) -> Tree:
+    """A tree of up to `count` levels behind the text."""
+    grower = _Grower(given)
     if shape.nodes:
         return _grow_dynamic(grower, shape.nodes, count)
     # Match needs no law for the children, so the likeliest are best; the others judge drawn children.
-    drawing: Drawing = "top_k" if _RULES[request.rule] == "match" else "without_replacement"
-    return _grow_static(grower, shape.widths[:count], drawing, random)
+    drawing: Drawing = "top_k" if _RULES[given.request.rule] == "match" else "without_replacement"
+    return _grow_static(grower, shape.widths[:count], drawing, given.random)
 
 
 def _grow_static(grower: _Grower, widths: Sequence[int], drawing: Drawing, random: RandomSource) -> Tree:

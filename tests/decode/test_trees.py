@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decode import engine as engine_module
+from decode.chain import Drafting
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine
 from decode.laws import Laws
@@ -192,7 +193,7 @@ def table_tree(nodes: int, depth: int, seed: int, vocab: int = 3) -> tuple[Tree,
     drafter.ingest(torch.zeros(1, 1, 1), torch.tensor([[1]]))
     text, request = torch.tensor([0, 1]), Request(temperature=1.0, verify="match", tree=f"dynamic:{nodes}")
     shape, laws = TreeShape(nodes=nodes), Laws(request, None, None)
-    tree = draft_tree(drafter, shape, depth, text[-1:], text, laws, vocab, request, RandomSource(0))
+    tree = draft_tree(Drafting(drafter, text, laws, vocab, request, RandomSource(0)), shape, depth)
     return tree, drafter.logits.softmax(-1)
 
 
@@ -259,7 +260,7 @@ def test_the_length_limit_cuts_the_tree(monkeypatch: pytest.MonkeyPatch, shape: 
 
     def recorded(*arguments: Any) -> Tree:
         tree = draft_tree(*arguments)
-        drawn.append((new_tokens - (len(arguments[4]) - 3), tree))  # what was left, and the tree
+        drawn.append((new_tokens - (len(arguments[0].committed) - 3), tree))  # what was left, and the tree
         return tree
 
     monkeypatch.setattr(engine_module, "draft_tree", recorded)
