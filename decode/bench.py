@@ -110,7 +110,8 @@ def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[S
 
 def _engine_runner(decoder: Decoder, request: Request) -> Callable[[list[int], int], tuple[int, DecodeStats | None]]:
     def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
-        stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens))
+        fewest = min(request.min_new_tokens, max_new_tokens)
+        stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens, min_new_tokens=fewest))
         for _ in stream:
             pass
         return len(stream.result.token_ids), stream.stats

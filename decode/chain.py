@@ -56,6 +56,8 @@ class Chain:
     """[B, K, V], zero outside the draft vocabulary."""
     lengths: Tensor
     """[B] how many drafts count: those before the first row of q that was no distribution."""
+    unusable_q: bool = False
+    """Whether such a row ended the draft before it was drawn from."""
 
     def forward(self, target: Target) -> TargetOutput:
         return target.forward(self.block, num_logits=self.block.shape[1])
@@ -83,7 +85,7 @@ class Chain:
             drafted=drafted,
             nodes=drafted,
             overlap=overlap,
-            unusable_q=drafted < asked,
+            unusable_q=self.unusable_q or drafted < asked,
             residual_empty=bool(empty),
             finite=[bool(flag) for flag in flags[: accepted + 1]],
             possible=[bool(flag) for flag in flags[rows : rows + accepted + 1]],
@@ -112,12 +114,15 @@ def draft_chain(given: Drafting, count: int) -> Chain:
     """Up to `count` drafts behind the text; a chain without drafts when `count` is 0."""
     drafter, request, last = given.drafter, given.request, given.last
     tokens: list[Tensor] = [last]
-    rows, usable = [], []
+    rows, usable, unusable = [], [], False
     for k in range(1, count + 1):
         assert drafter is not None
         suffix = torch.cat(tokens[1:]) if k > 1 else last[:0]
         q, good = given.laws.q(drafter.draft(k, tokens[-1]), given.vocab_size, given.committed, [suffix])
-        if request.adaptive and bool(good) and stops_before(q, request):
+        if (request.adaptive or given.laws.look_at_text) and not bool(good):
+            unusable = True  # and no processor is shown a text that could never come to be
+            break
+        if request.adaptive and stops_before(q, request):
             break
         tokens.append(propose(q, request, given.random))
         rows.append(q)
@@ -126,10 +131,12 @@ def draft_chain(given: Drafting, count: int) -> Chain:
             break  # behind it, never without it: taking it back after seeing it would bend the law
     block = torch.stack(tokens, dim=1)
     if not rows:
-        return Chain(block, last.new_zeros(1, 0, given.vocab_size, dtype=torch.float32), torch.zeros_like(last))
+        empty = last.new_zeros(1, 0, given.vocab_size, dtype=torch.float32)
+        return Chain(block, empty, torch.zeros_like(last), unusable)
     # Only drafts from the first bad row on are dropped: dropping an earlier one because of a row that depends on it
     # would choose among samples after seeing them.
-    return Chain(block, torch.stack(rows, dim=1), torch.stack(usable, dim=1).long().cumprod(dim=1).sum(dim=1))
+    lengths = torch.stack(usable, dim=1).long().cumprod(dim=1).sum(dim=1)
+    return Chain(block, torch.stack(rows, dim=1), lengths, unusable)
 
 
 def propose(q: Tensor, request: Request, random: RandomSource) -> Tensor:

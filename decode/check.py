@@ -23,7 +23,7 @@ from mtp.sampling import to_probs
 
 NUM_FINDINGS = 2 + check_laws.NUM_FINDINGS + 2 + 1
 """How many findings `check` reports."""
-MIN_SAMPLES = 100
+MIN_SAMPLES = 300
 
 
 def check(decoder: Decoder, settings: CheckSettings, on_step: Callable[[], None] = lambda: None) -> list[Finding]:
@@ -33,6 +33,8 @@ def check(decoder: Decoder, settings: CheckSettings, on_step: Callable[[], None]
     """
     if decoder.heads is None:
         raise UserError("check needs heads; name --heads.")
+    if not settings.prompts:
+        raise UserError("check needs at least one prompt; name another --prompts file, or leave it out.")
     if settings.samples < MIN_SAMPLES:
         raise UserError(f"--samples is {settings.samples}; use at least {MIN_SAMPLES}, or nothing shows.")
     drafts = Drafts()
@@ -120,7 +122,7 @@ def _reproducible(decoder: Decoder, settings: CheckSettings, drafts: Drafts) -> 
             equal = result.token_ids == plain.token_ids
             near = not equal and _near_tie(decoder, ids, plain, result, request, 2 * margin)
             same, rounding, lengths = same + equal, rounding + near, lengths + 1
-        shifted = decoder.generate(prompt, replace(request, draft_length=0, seed=settings.seed + 1))
+        shifted = decoder.generate(prompt, replace(request, draft_length=0, seed=settings.seed ^ 1))
         other += shifted.token_ids != plain.token_ids
     yield Finding(
         "reproducible: one text for every K",

@@ -42,6 +42,7 @@ WALKED_ERROR = 1e-5
 P_LIMIT = 1e-4
 """A chi-square test fails at a p-value below this. An exact decoder meets it for less than two of 10,000 seeds: the
 chi-square law is an approximation with a tail of its own at samples of this size (simulated)."""
+_ROW_MARGIN = 4  # all logits of many rows are compared here, not the best of one: 0.7 was seen in bfloat16
 _WALKED_DRAFTS = 2
 _TOP_K = {"block": 3, "token": 3, "match": 2}  # match draws all rows of a block at once, which multiplies the outcomes
 
@@ -126,7 +127,7 @@ def _telling_bench(decoder: Decoder, settings: CheckSettings) -> tuple[_Bench, F
 
 def _rows(bench: _Bench, law: Law) -> Finding:
     """What follows takes the base's rows as they come from the cache, so these must be right."""
-    margin, worst = MARGINS[bench.decoder.base.dtype], 0.0
+    margin, worst = _ROW_MARGIN * MARGINS[bench.decoder.base.dtype], 0.0
     prefixes = sorted({tokens[:length] for tokens in law for length in range(POSITIONS)})
     for tokens in prefixes:
         expected = teacher_forced(bench.decoder, bench.prompt, [*tokens, 0])[-1]
@@ -190,7 +191,7 @@ def _sampled(bench: _Bench, name: str, law: Law, drafts: Drafts) -> Finding:
     test = chi_square(counts, law)
     return Finding(
         f"law of the first {POSITIONS} tokens, {name}",
-        test.p_value > P_LIMIT,
+        test.p_value > P_LIMIT and test.degrees > 0,
         f"{_say(test)}; {bench.settings.samples} texts, {seen.accepted} of {seen.drafted} drafts kept",
         {"rule": name, **vars(test), "samples": bench.settings.samples, "p_limit": P_LIMIT},
     )
@@ -209,7 +210,7 @@ def _sampled_control(bench: _Bench, law: Law) -> Finding:
 
 
 def _say(test: ChiSquare) -> str:
-    return f"chi-square {test.statistic:.1f} on {test.degrees} degrees, p-value {test.p_value:.2g}"
+    return f"chi-square {test.statistic:.1f} on {test.degrees} degrees, p-value {test.p_value:.3g}"
 
 
 def _sample(bench: _Bench, name: str, rule: Rule | None) -> tuple[Counter[tuple[int, ...]], Drafts]:

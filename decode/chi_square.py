@@ -26,27 +26,30 @@ class ChiSquare:
 def chi_square(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> ChiSquare:
     """Test `counts` of outcomes against `law`, whose probabilities sum to 1.
 
-    Outcomes expected fewer than ten times are pooled. An outcome that the law does not know gives a p-value of 0: what
-    is impossible must not happen once.
+    Outcomes expected fewer than ten times are pooled, the likeliest first, into cells of at least ten. An outcome that
+    the law does not know gives a p-value of 0: what is impossible must not happen once.
     """
     total = sum(counts.values())
     if any(count and law.get(outcome, 0.0) <= 0 for outcome, count in counts.items()):
         return ChiSquare(float("inf"), max(1, len(law) - 1), 0.0)
-    pairs, rare, rare_expected = [], 0, 0.0
-    for outcome, probability in law.items():
-        expected, count = probability * total, counts.get(outcome, 0)
-        if expected < _SMALLEST_EXPECTED:
-            rare, rare_expected = rare + count, rare_expected + expected
-        else:
-            pairs.append((count, expected))
-    if rare_expected >= _SMALLEST_EXPECTED or not pairs:
-        pairs.append((rare, rare_expected))
-    elif rare_expected > 0:  # too few even together: they join the smallest of the others
-        smallest = min(range(len(pairs)), key=lambda index: pairs[index][1])
-        pairs[smallest] = (pairs[smallest][0] + rare, pairs[smallest][1] + rare_expected)
+    pairs = _cells(counts, law, total)
     statistic = sum((count - expected) ** 2 / expected for count, expected in pairs if expected > 0)
-    degrees = len(pairs) - 1
+    degrees = max(0, len(pairs) - 1)
     if not degrees:
         return ChiSquare(0.0, 0, 1.0)
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return ChiSquare(statistic, degrees, float(torch.special.gammaincc(half[0], half[1])))
+
+
+def _cells(counts: Mapping[Outcome, int], law: Mapping[Outcome, float], total: int) -> list[tuple[int, float]]:
+    """Counted and expected number of each cell."""
+    cells: list[tuple[int, float]] = []
+    count, expected = 0, 0.0
+    for outcome, probability in sorted(law.items(), key=lambda item: -item[1]):
+        count, expected = count + counts.get(outcome, 0), expected + probability * total
+        if expected >= _SMALLEST_EXPECTED:
+            cells.append((count, expected))
+            count, expected = 0, 0.0
+    if expected > 0 and cells:  # what is left is too little for a cell of its own
+        cells[-1] = (cells[-1][0] + count, cells[-1][1] + expected)
+    return cells

@@ -4,6 +4,7 @@ Knows: commands, terminals and exit codes (0 done, 1 a check failed, 2 bad input
 itself.
 """
 
+import io
 import os
 import sys
 import time
@@ -32,6 +33,9 @@ CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 def entry() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows its number
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())
 
 
@@ -49,6 +53,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a name that is too long, a disk that is full
+        print(
+            f"error: {error.strerror or error} ({error.filename or 'output'}); choose another place.", file=sys.stderr
+        )
+        return BAD_INPUT
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
 
@@ -63,7 +72,7 @@ def build_parser() -> ArgumentParser:
     )
     _add_models(generate)
     _add_prompts(generate)
-    generate.add_argument("--prompt", type=str | None, help="one prompt (text)")
+    generate.add_argument("--prompt", type=str, help="one prompt (text)")
     add_request_options(generate)
     commands.add_subcommand("generate", generate, help="generate text")
     benchmark = ArgumentParser(
@@ -91,9 +100,9 @@ def build_parser() -> ArgumentParser:
 
 def _add_models(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--heads", type=str | None, help="folder of trained heads; generate works without, from --base alone")
-    add("--base", type=str | None, help="the base, if not found by the name in the heads' config")
-    add("--revision", type=str | None, help="revision of a base on the Hub")
+    add("--heads", type=str, help="folder of trained heads; generate works without, from --base alone")
+    add("--base", type=str, help="the base, if not found by the name in the heads' config")
+    add("--revision", type=str, help="revision of a base on the Hub")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
     add("--dtype", type=str, default="auto", help="auto, float32, bfloat16 or float16")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the base")

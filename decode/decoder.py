@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, Step
 from decode.request import Request, make_request
@@ -102,7 +104,6 @@ class Decoder:
             check_pair(base, heads)
         self.base = base
         self.heads = heads
-        self.engine = Engine(BaseTarget(base), HeadsDrafter(heads) if heads is not None else None)
 
     @classmethod
     def from_pretrained(
@@ -176,13 +177,18 @@ class Decoder:
             device=self.base.device,
         )
         stopping = self._stopping(request, len(ids))
-        stats = self._stats(request, processors)
-        steps = self.engine.run(
+        engine = self._engine()
+        stats = self._stats(engine, request, processors)
+        steps = engine.run(
             ids, request=request, stopping=stopping, random=self._random(request), stats=stats, processors=processors
         )
         tokenizer = self.base.tokenizer
         to_text = plain_text(tokenizer, special=False) if tokenizer is not None else _no_text
         return Stream(steps, TextStream(to_text), len(ids), stats)
+
+    def _engine(self) -> Engine:
+        """One per text: its cache and the heads' state are that text's own, so that several can be decoded in turn."""
+        return Engine(BaseTarget(self.base), HeadsDrafter(self.heads) if self.heads is not None else None)
 
     def _with_bad_words(self, request: Request) -> Request:
         """The texts of --bad-words as ids, at the start of a word and inside one."""
@@ -210,7 +216,7 @@ class Decoder:
         if request.stop and tokenizer is None:
             raise UserError("--stop needs a tokenizer, and this base has none; leave the option out.")
         return Stopping(
-            room(prompt_length, self.engine.target.context_length, request.max_new_tokens),
+            room(prompt_length, self.base.context_length, request.max_new_tokens),
             () if request.ignore_eos else self.base.eos_token_ids,
             request.stop,
             plain_text(tokenizer, special=True) if tokenizer is not None else None,
@@ -218,9 +224,9 @@ class Decoder:
             stop_when=request.stop_when,
         )
 
-    def _stats(self, request: Request, processors: TextProcessors) -> DecodeStats:
+    def _stats(self, engine: Engine, request: Request, processors: TextProcessors) -> DecodeStats:
         """Counters for the K that will be used: none for a processor that may only see committed text."""
-        draft_length = self.engine.check_draft_length(request.draft_length)
+        draft_length = engine.check_draft_length(request.draft_length)
         if request.tree is not None:
             if draft_length == 0:
                 raise UserError(f"--tree is {request.tree}, but there are no heads to draft with; name --heads.")
@@ -263,6 +269,11 @@ def check_pair(base: FrozenBase, heads: Heads) -> None:
         if trained != found:
             raise _mismatch(base, heads, f"{what} {trained} instead of {found}")
     if config.base.fingerprint and config.base.fingerprint != base.fingerprint():
+        if base.dtype == torch.float16:
+            raise UserError(
+                f"--dtype is float16, which rounds the weights of --base {base.name} so that its identity cannot be "
+                "told; use bfloat16 or float32."
+            )
         raise _mismatch(base, heads, "other weights")
     if (
         config.base.tokenizer_fingerprint

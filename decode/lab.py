@@ -28,14 +28,15 @@ from mtp import rules
 from mtp.errors import UserError
 from mtp.sampling import RandomSource, SamplingConfig, finite_rows, to_probs
 
+_MOST_RANDOM = 20_000
 ABOUT = "What each rule does to the base's law, and how much it keeps: on typed numbers, or on real heads."
 _DEPTHS = (1, 2, 3, 4, 5)
 _MOST_IN_JSON = 1_000  # numbers of a law
 _KEPT = 64  # anchors whose p and q stay in memory, for the one that is shown
 _FOR_HEADS: dict[str, tuple[Any, Any, str]] = {
-    "base": (str | None, None, "the base, if not found by the name in the heads' config"),
-    "revision": (str | None, None, "revision of a base on the Hub"),
-    "prompt": (str | None, None, "what the base answers"),
+    "base": (str, None, "the base, if not found by the name in the heads' config"),
+    "revision": (str, None, "revision of a base on the Hub"),
+    "prompt": (str, None, "what the base answers"),
     "max_new_tokens": (int, 32, "most tokens of the answer, one anchor each"),
     "temperature": (float, 1.0, "0 is greedy, where p and q are one-hot"),
     "top_k": (int, 0, "keep the k likeliest tokens; 0 is off"),
@@ -52,10 +53,10 @@ _FOR_HEADS: dict[str, tuple[Any, Any, str]] = {
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `lab`."""
     add = parser.add_argument
-    add("--p", type=str | None, help="the base's law, as in 0.1,0.2,0.3,0.4; goes with --q")
-    add("--q", type=str | None, help="the heads' law, as many numbers")
+    add("--p", type=str, help="the base's law, as in 0.1,0.2,0.3,0.4; goes with --q")
+    add("--q", type=str, help="the heads' law, as many numbers")
     add("--random", type=int | None, help="instead: random p and q over this many tokens")
-    add("--heads", type=str | None, help="instead: p and q of trained heads and their base, with --prompt")
+    add("--heads", type=str, help="instead: p and q of trained heads and their base, with --prompt")
     add("--scale", type=float, default=0.5, help="c of the rule that keeps c min(1, p/q), from 0 to 1")
     add("--seed", type=int | None, help="of --random, or of the text that the base writes; default 0")
     add("--out", type=Path | None, help="write a picture here (.png)")
@@ -126,8 +127,8 @@ def _short(law: Tensor) -> str:
 
 
 def _from_random(options: Namespace) -> Exhibit:
-    if not 2 <= options.random <= rules.MAX_DRAFTS:
-        raise UserError(f"--random is {options.random}; use a number of tokens from 2 to {rules.MAX_DRAFTS:,}.")
+    if not 2 <= options.random <= _MOST_RANDOM:
+        raise UserError(f"--random is {options.random}; use a number of tokens from 2 to {_MOST_RANDOM:,}.")
     seed = options.seed or 0
     p, q = RandomSource(seed).uniform((2, options.random)).log().neg()  # normalised, uniform over all laws
     title = f"random p and q, V = {options.random:,}, seed {seed}"

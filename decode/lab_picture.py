@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from decode.report import Screen
 from mtp import rules
 from mtp.errors import UserError
 
@@ -54,6 +54,8 @@ class Depth:
     @property
     def gain(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.3f}"
+        if self.error is not None and abs(self.block - self.token) < 2 * self.error:
+            error += " (too few anchors to tell)"
         return f"{self.block - self.token:+.3f}{error}"
 
 
@@ -92,7 +94,7 @@ def readable(text: str, limit: int = 12) -> str:
 
 def show(exhibit: Exhibit, to_stderr: bool) -> None:
     """Both tables, then the derivation with its numbers."""
-    console, mean = Console(stderr=to_stderr, highlight=False), bool(exhibit.anchors)
+    console, mean = Screen(stderr=to_stderr, highlight=False), bool(exhibit.anchors)
     with_law = not mean and len(exhibit.p) <= _ROOMY
     about = f"One draft ({f'means over {len(exhibit.anchors)} anchors' if mean else exhibit.title})"
     table = Table(title=about, title_justify="left", box=box.SIMPLE_HEAD)

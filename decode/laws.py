@@ -26,6 +26,8 @@ class Laws:
         self._request, self._drafting = request, request.drafting
         self._processors = processors if processors is not None and processors.active else None
         self._draft_ids = draft_ids
+        self.look_at_text = self._processors is not None
+        """Whether a processor will see what was drafted."""
 
     def p(self, logits: Tensor, committed: Tensor, suffixes: Sequence[Tensor]) -> tuple[Tensor, "RowCheck"]:
         """p [R, V] of the base's logits [R, V] after committed [n] and a row's drafts, and which rows are one.
@@ -40,6 +42,7 @@ class Laws:
             logits = self._process(logits, committed, suffixes)
             possible = finite_rows(logits)
         p = to_probs(logits, self._request)
+        finite = finite & ~p[:, 0].isnan()  # logits so large that a temperature takes them out of range
         unusable = ~(finite & possible)
         if p.device.type != "cpu" or bool(unusable.any()):  # asking an accelerator costs more than the two passes
             p.masked_fill_(unusable[:, None], 0.0)
@@ -55,7 +58,8 @@ class Laws:
             logits = spread.index_copy_(1, self._draft_ids, logits)
         if self._processors is not None:
             logits = self._process(logits, committed, suffixes)
-        usable, q = finite_rows(logits), to_probs(logits, self._drafting)
+        q = to_probs(logits, self._drafting)
+        usable = finite_rows(logits) & ~q[:, 0].isnan()
         if q.device.type != "cpu" or not bool(usable.all()):
             q.masked_fill_(~usable[:, None], 0.0)
         return q, usable

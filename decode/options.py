@@ -34,7 +34,9 @@ def _add(parser: ArgumentParser, item: "Field[Any]", hint: Any) -> None:
         kind = str if hint == tuple[str, ...] else int
         parser.add_argument(f"--{name}", type=kind, nargs="+", action="extend", default=[], help=text)
     else:
-        parser.add_argument(f"--{name}", type=hint, default=item.default, help=text)
+        # A text is taken as it stands: as a text or nothing, it would be read as YAML, where "# a" is nothing.
+        kind = str if hint == str | None else hint
+        parser.add_argument(f"--{name}", type=kind, default=item.default, help=text)
 
 
 def read_request(options: Namespace, **changes: Any) -> Request:

@@ -18,8 +18,17 @@ from decode.evidence import Finding
 from decode.stats import DecodeStats
 
 
+class Screen(Console):
+    """A console that leaves a reader who has seen enough to the program, in place of ending it with an error."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def show_stats(stats: DecodeStats) -> None:
     """Statistics of a run on stderr: a table on a terminal, one line otherwise."""
+    if not stats.lossless:
+        sys.stderr.write(f"lossy: the rule {stats.rule} does not keep the base's distribution\n")
     rate = stats.committed / max(stats.total_seconds, 1e-9)
     rows = {
         "acceptance length": f"{stats.accept_len:.2f} tokens per step ({_how(stats)})",
@@ -30,8 +39,6 @@ def show_stats(stats: DecodeStats) -> None:
         rows["accepted"] = f"{stats.accepted} of {stats.drafted} drafts; per position {shares}"
         rows["alpha"] = _shares(stats.alpha)
     rows["seconds"] = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in stats.seconds.items())
-    if not stats.lossless:
-        rows["lossy"] = f"the rule {stats.rule} does not keep the base's distribution"
     if stats.unusable_q:
         rows["unusable q"] = (
             f"{stats.unusable_q} steps drafted less: q was NaN, infinite, or empty after the processors"
@@ -46,7 +53,7 @@ def show_stats(stats: DecodeStats) -> None:
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(name, value)
-    Console(stderr=True).print(table)
+    Screen(stderr=True).print(table)
 
 
 def _how(stats: DecodeStats) -> str:
@@ -62,14 +69,14 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
         f"{report['num_prompts']} prompts"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("", "tokens/s", "acceptance length", "rule's share", "tokens", "mtp is faster by"):
+    for column in ("", "tokens/s", "acceptance length", "rule's share", "tokens", "mtp / this"):
         table.add_column(column, justify="right" if column else "left")
     for side in report["results"]:
         length = f"{side['accept_len']:.2f}" if "accept_len" in side else "-"
         ratio = f"{report['ratios'][side['name']]:.2f}×" if side["name"] in report["ratios"] else ""
         share = f"{side['rule_share']:.1%}" if "rule_share" in side else "-"
         table.add_row(side["name"], f"{side['tok_per_s']:.1f}", length, share, str(side["tokens"]), ratio)
-    Console(stderr=to_stderr).print(table)
+    Screen(stderr=to_stderr).print(table)
 
 
 def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_stderr: bool) -> None:
@@ -80,7 +87,7 @@ def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_st
     for finding in findings:
         table.add_row(finding.name, "[green]passed[/]" if finding.passed else "[red]FAILED[/]", finding.text)
     failed = sum(not finding.passed for finding in findings)
-    console = Console(stderr=to_stderr, highlight=False)
+    console = Screen(stderr=to_stderr, highlight=False)
     console.print(table)
     verdict = "decoding is lossless as far as these checks see" if not failed else f"{failed} of {len(findings)} failed"
     console.print(
@@ -93,7 +100,7 @@ def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_st
 def tracked(total: int, unit: str) -> Iterator[Callable[[], None]]:
     """A progress bar while stdout is a terminal; yields what to call after each unit."""
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stdout.isatty(), transient=True) as bar:
+    with Progress(*columns, console=Screen(stderr=True), disable=not sys.stdout.isatty(), transient=True) as bar:
         task = bar.add_task(unit, total=total)
         yield lambda: bar.advance(task)
 

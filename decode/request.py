@@ -90,8 +90,10 @@ class Request(SamplingConfig):
 
     def _validate_drafting(self) -> None:
         heat = self.draft_temperature
-        if heat is not None and not (math.isfinite(heat) and heat >= 0):
-            raise UserError(f"--draft-temperature is {heat}; use 0 (the likeliest draft) or a positive number.")
+        if heat is not None and not (heat == 0 or 1e-30 <= heat <= 1e30):
+            raise UserError(
+                f"--draft-temperature is {heat}; use 0 (the likeliest draft) or a positive number, 1e-30 to 1e+30."
+            )
         if heat is not None and self.greedy:
             raise UserError(
                 f"--draft-temperature is {heat}, but at --temperature 0 only the likeliest draft can be kept; leave "
@@ -161,7 +163,9 @@ def make_request(options: Mapping[str, Any]) -> Request:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Lists as tuples, also inside; one text or number as a tuple of it."""
+    """Lists as tuples, also inside; one text or number as a tuple of it, and None as an empty one."""
+    if value is None:
+        return ()
     if isinstance(value, (str, int)):
         return (value,)
     return tuple(_as_tuple(item) if isinstance(item, (list, tuple)) else item for item in value)

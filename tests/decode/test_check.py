@@ -140,7 +140,7 @@ def test_every_finding_is_a_step(folder: Path) -> None:
     steps: list[int] = []
     base = tiny_base("llama", folder)
     decoder = Decoder(base, new_heads(HeadsOptions(kind="medusa", draft_length=1), base))
-    settings = CheckSettings(prompts=["a"], samples=100, max_new_tokens=4)
+    settings = CheckSettings(prompts=["a"], samples=300, max_new_tokens=4)
     assert len(check(decoder, settings, lambda: steps.append(1))) == len(steps) == NUM_FINDINGS
 
 
@@ -203,7 +203,7 @@ def test_a_wrong_rule(
 def test_nothing_rejected(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for rule in ("token", "block", "match", "greedy"):
         monkeypatch.setitem(verify.RULES, rule, keep_all)
-    document = certify(capsys, folder, 100)
+    document = certify(capsys, folder, 300)
     assert {GREEDY, WALK_BLOCK, WALK_TOKEN, BLOCK, TOKEN, MATCH, SAME, DRAFTS} <= failed(document)
     assert document["checks"][-1]["numbers"]["rejected"] == 0
     assert document["checks"][-1]["numbers"]["accepted"] > 0
@@ -212,14 +212,14 @@ def test_nothing_rejected(folder: Path, capsys: pytest.CaptureFixture[str], monk
 def test_nothing_drafted(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then every text is exact, and none of it is a proof: the control has no fault to show either."""
     monkeypatch.setattr(decode.engine._Text, "_room_for_drafts", lambda *_: 0)
-    document = certify(capsys, folder, 200)
+    document = certify(capsys, folder, 300)
     assert failed(document) == {WALK_CONTROL, LAW_CONTROL, DRAFTS}
     assert document["checks"][-1]["numbers"] == {"drafted": 0, "accepted": 0, "rejected": 0}
 
 
 def test_a_control_that_shows_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Random recurrent heads are almost never right, and where no draft can be kept, every rule is exact."""
-    document = certify(capsys, folder, 100, "--heads", folder / "llama-recurrent")
+    document = certify(capsys, folder, 300, "--heads", folder / "llama-recurrent")
     assert failed(document) == {WALK_CONTROL, LAW_CONTROL}
 
 
@@ -275,7 +275,7 @@ def test_other_faults(
     allowed: set[str],
 ) -> None:
     monkeypatch.setattr(place, name, wrong)
-    names = failed(certify(capsys, folder, 150))
+    names = failed(certify(capsys, folder, 300))
     assert found <= names <= found | allowed
 
 
@@ -286,7 +286,7 @@ def test_other_faults(
     ("args", "message"),
     [
         ([], "--heads is missing"),
-        (["--heads", "{}/llama-medusa", "--samples", "5"], "--samples is 5; use at least 100"),
+        (["--heads", "{}/llama-medusa", "--samples", "5"], "--samples is 5; use at least 300"),
         (["--heads", "{}/llama-medusa", "--samples", "x"], "samples"),
         (["--heads", "{}/llama-medusa", "--prompts", "{}/none.jsonl"], "none.jsonl is not a file"),
         (["--heads", "{}/llama-medusa", "--limit", "1"], "--limit is 1, but it only applies to --prompts"),
@@ -318,7 +318,7 @@ def test_an_impossible_token_leaves_the_document_json(
     monkeypatch.setitem(verify.RULES, "token", keep_all)
     main(
         ["check", "--heads", str(folder / "llama-medusa"), "--prompts", str(folder / "prompts.jsonl")]
-        + ["--limit", "1", "--samples", "100", "--max-new-tokens", "4", "--json"]
+        + ["--limit", "1", "--samples", "300", "--max-new-tokens", "4", "--json"]
     )
     json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=refuse)
 
@@ -327,7 +327,7 @@ def test_a_prompt_without_room_for_the_tokens_is_refused(folder: Path) -> None:
     """Texts that end early would look like impossible ones."""
     base = tiny_base("llama", folder)
     decoder = Decoder(base, new_heads(HeadsOptions(kind="medusa", draft_length=K), base))
-    settings = CheckSettings(prompts=[[5] * (CONTEXT - 2)], samples=100, max_new_tokens=4)
+    settings = CheckSettings(prompts=[[5] * (CONTEXT - 2)], samples=300, max_new_tokens=4)
     with pytest.raises(UserError, match="leaves room for 3 more"):
         check(decoder, settings)
 
@@ -335,7 +335,7 @@ def test_a_prompt_without_room_for_the_tokens_is_refused(folder: Path) -> None:
 def test_a_control_that_failed_does_not_say_that_the_fault_was_seen(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = certify(capsys, folder, 100, "--heads", folder / "llama-recurrent")
+    document = certify(capsys, folder, 300, "--heads", folder / "llama-recurrent")
     for control in (finding for finding in document["checks"] if finding["name"] in {WALK_CONTROL, LAW_CONTROL}):
         assert not control["passed"]
         assert "the fault is not seen" in control["text"]
@@ -361,8 +361,8 @@ def started_heads(base: FrozenBase, texts: int = 4) -> Heads:
 
 
 def test_the_embedded_base(smollm2: FrozenBase) -> None:
-    """All but the control of the law, for which 120 texts may be too few; what is drafted is sometimes right."""
-    settings = CheckSettings(prompts=["Why is the sky blue?"], samples=120, max_new_tokens=5)
+    """All but the control of the law, for which 300 texts may be too few; what is drafted is sometimes right."""
+    settings = CheckSettings(prompts=["Why is the sky blue?"], samples=300, max_new_tokens=5)
     findings = {f.name: f for f in check(Decoder(smollm2, started_heads(smollm2)), settings)}
     assert {name for name, finding in findings.items() if not finding.passed} <= {LAW_CONTROL}
     assert findings[DRAFTS].numbers["accepted"] > 10

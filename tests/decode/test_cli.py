@@ -409,3 +409,38 @@ def test_module_is_a_door() -> None:
     done = subprocess.run([sys.executable, "-m", "decode", "generate"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: prompts are missing")
+
+
+@pytest.mark.parametrize("command", ["bench", "lab"])
+def test_a_table_into_a_closed_pipe_is_no_error(folder: Path, command: str) -> None:
+    """Code 1 would say that a check failed."""
+    heads = ["--heads", str(folder / "heads"), "--prompts", str(folder / "prompts.jsonl"), "--max-new-tokens", "2"]
+    arguments = heads if command == "bench" else ["--p=.5,.5", "--q=.4,.6"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "decode", command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    error = process.stderr.read()
+    assert process.wait(timeout=120) == 0, error
+    assert "Traceback" not in error
+
+
+def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "generate", "--heads", "x" * 5_000, "--prompt", "a")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: ")
+
+
+def test_bench_with_a_minimum_length(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The warm-up is shorter than it."""
+    heads = ("--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--limit", 1)
+    report = document(capsys, "bench", *heads, "--max-new-tokens", 12, "--min-new-tokens", 10)
+    assert all(side["tokens"] >= 10 for side in report["results"])
+
+
+@pytest.mark.parametrize("text", ["# Write a poem", "null", "~ tilde", "&anchor"])
+def test_a_prompt_is_taken_as_it_stands(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    report = document(capsys, "generate", "--heads", folder / "heads", "--max-new-tokens", 2, f"--prompt={text}")
+    assert report["results"][0]["prompt"] == text

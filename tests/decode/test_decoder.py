@@ -1,12 +1,15 @@
 """`Decoder` on a small real base with saved heads: texts, seeds, settings and refusals."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
 
 from decode import Decoder
+from decode.drafters import HeadsDrafter
 from decode.request import Request
 from mtp.base import FrozenBase
 from mtp.config import BaseRef, HeadsOptions
@@ -36,7 +39,7 @@ def decoder(folder: Path) -> Decoder:
 
 def test_the_base_is_found_by_the_name_in_the_heads(decoder: Decoder, folder: Path) -> None:
     assert decoder.base.name == str(folder / "llama-0")
-    assert decoder.engine.check_draft_length(None) == 3
+    assert decoder.generate("hi", max_new_tokens=1).stats.draft_length == 3
 
 
 def test_result_is_consistent(decoder: Decoder) -> None:
@@ -148,8 +151,7 @@ def test_adaptive_drafting_drafts_less(decoder: Decoder, name: str, value: float
 def test_broken_heads_are_counted_whatever_limits_drafting(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
 ) -> None:
-    assert decoder.engine.drafter is not None
-    monkeypatch.setattr(decoder.engine.drafter, "draft", lambda k, previous: torch.full((1, 58), torch.nan))
+    monkeypatch.setattr(HeadsDrafter, "draft", lambda *_: torch.full((1, 58), torch.nan))
     stats = decoder.generate("hi", max_new_tokens=10, temperature=1.0, seed=1, ignore_eos=True, **options).stats
     assert (stats.steps, stats.unusable_q, stats.drafted) == (10, 9, 0)  # the last step has no room to draft
 
@@ -326,3 +328,22 @@ def test_heads_of_another_base_are_refused(folder: Path, tmp_path: Path) -> None
     config = replace(heads.config, vocab_size=128, base=BaseRef(name="elsewhere"))
     with pytest.raises(UserError, match="vocabulary size 128 instead of 64"):
         Decoder(base, build_heads(config))
+
+
+@pytest.mark.parametrize("settings", [{"draft_length": 0}, {}, {"temperature": 1.0, "seed": 3}], ids=str)
+def test_texts_decoded_in_turn_do_not_disturb_each_other(decoder: Decoder, settings: dict[str, float]) -> None:
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    request = Request(max_new_tokens=20, ignore_eos=True, **settings)  # type: ignore[arg-type]
+    alone = [decoder.generate(prompt, request).token_ids for prompt in prompts]
+    streams = [decoder.stream(prompt, request) for prompt in prompts]
+    together: list[list[int]] = [[], []]
+    for pieces in zip_longest(*streams):
+        for ids, piece in zip(together, pieces, strict=True):
+            ids.extend(piece.token_ids if piece else ())
+    assert together == alone
+
+    def meanwhile(_: Sequence[int]) -> bool:
+        decoder.generate(prompts[1], max_new_tokens=3)
+        return False
+
+    assert decoder.generate(prompts[0], replace(request, stop_when=meanwhile)).token_ids == alone[0]

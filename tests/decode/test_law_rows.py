@@ -224,3 +224,37 @@ def test_a_draw_that_may_equal_its_chance_emits_what_p_forbids(rule: str) -> Non
 def test_a_bad_row_of_p_that_is_reached_is_refused_by_name(asked: Request) -> None:
     with pytest.raises(UserError, match="base returned NaN"):
         decode(Engine(TableTarget(spoiled(P, (1, 2))), TableDrafter(Q)), [1, 2], 3, 2, request=asked)
+
+
+class Grammar:
+    """A processor of the user's that allows one token, and refuses to be shown any other text."""
+
+    stateless = True
+
+    def __init__(self, only: int, prompt_length: int) -> None:
+        self.only, self.prompt_length = only, prompt_length
+
+    def __call__(self, text: Tensor, logits: Tensor) -> Tensor:
+        assert (text[:, self.prompt_length :] == self.only).all(), "a text that can never come to be"
+        others = torch.arange(logits.shape[1]) != self.only
+        return logits.masked_fill(others, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    "asked", [Request(), PLAIN, BLOCK, replace(BLOCK, tree="2,1")], ids=["T0", "token", "block", "tree"]
+)
+def test_no_processor_is_shown_a_draft_that_q_could_not_make(asked: Request) -> None:
+    """No draft can be the one token that is allowed, so there is none, and it is counted."""
+    request = replace(asked, processors=(Grammar(0, 2),))
+    engine = Engine(TableTarget(P), TableDrafter(Q, draft_ids=torch.tensor([1, 2])))
+    tokens, stats = decode(engine, [1, 2], 4, 2, request=request)
+    assert tokens == (0, 0, 0, 0)
+    assert (stats.drafted, stats.unusable_q) == (0, 3)
+
+
+def test_logits_that_a_temperature_takes_out_of_range_are_refused() -> None:
+    """Finite in float32, but not divided by 0.02: never a token for a row of NaN."""
+    p = torch.full((3, 3, 3), 3e38, dtype=torch.float32)
+    p[..., 1] = -3e38
+    with pytest.raises(UserError, match="NaN or infinite"):
+        decode(Engine(TableTarget(p)), [1, 2], 2, 0, request=replace(PLAIN, temperature=0.02))

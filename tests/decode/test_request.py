@@ -41,11 +41,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**WARM, "reproducible": True}, "--reproducible needs a seed to reproduce; give --seed."),
     (
         {**WARM, "draft_temperature": -1.0},
-        "--draft-temperature is -1.0; use 0 (the likeliest draft) or a positive number.",
+        "--draft-temperature is -1.0; use 0 (the likeliest draft) or a positive number, 1e-30 to 1e+30.",
     ),
     (
         {**WARM, "draft_temperature": math.inf},
-        "--draft-temperature is inf; use 0 (the likeliest draft) or a positive number.",
+        "--draft-temperature is inf; use 0 (the likeliest draft) or a positive number, 1e-30 to 1e+30.",
     ),
     (
         {"draft_temperature": 0.7},
@@ -268,9 +268,18 @@ def test_an_option_arrives_with_its_value_and_type(name: str) -> None:
     assert all(getattr(request, other) == getattr(Request(), other) for other in others)
 
 
-@pytest.mark.parametrize("name", ["seed", "draft_length", "verify", "tree", "draft_temperature"])
+@pytest.mark.parametrize("name", ["seed", "draft_length", "draft_temperature"])
 def test_no_value_can_be_spelt_too(name: str) -> None:
     assert getattr(parse(f"--{name.replace('_', '-')} null"), name) is None
+
+
+@pytest.mark.parametrize("text", ["null", "# a", "~", "&a", "1", "[x]"])
+def test_a_text_is_taken_as_it_stands(text: str) -> None:
+    """And not as YAML, in which a Markdown heading is nothing."""
+    parser = ArgumentParser(exit_on_error=False)
+    add_request_options(parser)
+    options = parser.parse_args([f"--stop={text}", f"--verify={text}"])
+    assert (options.stop, options.verify) == ([text], text)
 
 
 @pytest.mark.parametrize("text", ["13", "=1", "13=", "a=1", "13=x", "1.5=2", "13:1"])

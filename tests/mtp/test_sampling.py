@@ -167,8 +167,16 @@ def test_half_precision_logits_keep_small_probabilities() -> None:
 
 
 def test_tiny_temperature_does_not_overflow() -> None:
-    probs = to_probs(torch.tensor([[100.0, 50.0, -80.0]]), SamplingConfig(temperature=1e-38))
+    probs = to_probs(torch.tensor([[100.0, 50.0, -80.0]]), SamplingConfig(temperature=1e-30))
     assert probs.tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1e-46}, {"temperature": 1e39}, {"temperature": 1.0, "top_p": 1e-46}]
+)
+def test_numbers_that_float32_cannot_work_with_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="use "):
+        SamplingConfig(**options)  # type: ignore[arg-type]
 
 
 def test_masked_tokens_stay_impossible() -> None:
