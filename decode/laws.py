@@ -16,7 +16,7 @@ from torch import Tensor
 from decode.request import Request
 from mtp.errors import UserError
 from mtp.processors import TextProcessors
-from mtp.sampling import finite_rows, to_probs
+from mtp.sampling import SamplingConfig, finite_rows, to_probs
 
 
 class Laws:
@@ -37,12 +37,16 @@ class Laws:
         A row that is none becomes one token's: a rule may look at rows that it does not reach, and only reaching such
         a row is an error (`refuse_row`).
         """
-        finite = possible = finite_rows(logits)
-        if self._processors is not None:
-            logits = self._process(logits, committed, suffixes)
-            possible = finite_rows(logits)
-        p = to_probs(logits, self._request)
-        finite = finite & ~p[:, 0].isnan()  # logits so large that a temperature takes them out of range
+        if self._processors is None and softmax_shows_faults(self._request):
+            p = to_probs(logits, self._request)
+            finite = possible = ~p[:, 0].isnan()  # spares a look at every logit
+        else:
+            finite = possible = finite_rows(logits)
+            if self._processors is not None:
+                logits = self._process(logits, committed, suffixes)
+                possible = finite_rows(logits)
+            p = to_probs(logits, self._request)
+            finite = finite & ~p[:, 0].isnan()  # logits so large that a temperature takes them out of range
         unusable = ~(finite & possible)
         if p.device.type != "cpu" or bool(unusable.any()):  # asking an accelerator costs more than the two passes
             p.masked_fill_(unusable[:, None], 0.0)
@@ -72,6 +76,11 @@ class Laws:
             for row, suffix in enumerate(suffixes)
         ]
         return torch.cat(rows)
+
+
+def softmax_shows_faults(sampling: SamplingConfig) -> bool:
+    """Whether `to_probs` makes a row NaN throughout if its logits are no distribution, as softmax does by itself."""
+    return not (sampling.greedy or sampling.typical_p < 1 or sampling.epsilon_cutoff > 0 or sampling.eta_cutoff > 0)
 
 
 @dataclass

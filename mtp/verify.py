@@ -169,21 +169,22 @@ def block_thresholds(draft_tokens: Tensor, q: Tensor, p: Tensor, lengths: Tensor
 def token_residual(
     q: Tensor, p: Tensor, num_accepted: Tensor, lengths: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Masses [B, V] (float64, not normalised) of the token after `num_accepted` drafts, and where they fell back to p.
+    """Masses [B, V] (not normalised) of the token after `num_accepted` drafts, and where they fell back to p.
 
     relu(w p - q) after a rejection, p itself after a full accept; w [B] is 1 by the token rule, and P of the last kept
     draft by the block rule. Nothing is ever raised above 0: a token that p forbids stays impossible.
     """
-    p_row = at_row(p, num_accepted).double()
+    p_row = at_row(p, num_accepted)
     if q.shape[1] == 0:
         return p_row, torch.zeros_like(num_accepted, dtype=torch.bool)
     rejected = num_accepted < lengths
-    q_row = at_row(q, num_accepted.clamp(max=q.shape[1] - 1)).double()
+    q_row = at_row(q, num_accepted.clamp(max=q.shape[1] - 1))
     share = torch.ones_like(num_accepted) if weight is None else torch.where(rejected, weight, 1.0)
+    share = share.to(p.dtype)
     # In place: the rows are long, and every copy of them is read from memory again.
     residual = (p_row * share[:, None]).sub_(q_row.masked_fill_(~rejected[:, None], 0.0)).relu_()
     empty = residual.sum(dim=-1) <= 0
-    return residual.addcmul_(p_row, empty.double()[:, None]), empty
+    return residual.addcmul_(p_row, empty.to(p.dtype)[:, None]), empty
 
 
 def at_tokens(probs: Tensor, tokens: Tensor) -> Tensor:
