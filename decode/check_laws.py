@@ -177,7 +177,7 @@ def _walk(bench: _Bench, name: str, rule: Rule | None, drafts: Drafts) -> tuple[
         return tokens
 
     law, truth = walk(run), bench.law(request)
-    drafts.drafted, drafts.accepted = drafts.drafted + seen.drafted, drafts.accepted + seen.accepted
+    drafts.add(seen)
     error = 0.5 * sum(abs(law.get(key, 0.0) - truth.get(key, 0.0)) for key in law.keys() | truth.keys())
     return error, runs, f"{seen.accepted} of {seen.drafted} drafts kept"
 
@@ -187,7 +187,7 @@ def _walk(bench: _Bench, name: str, rule: Rule | None, drafts: Drafts) -> tuple[
 
 def _sampled(bench: _Bench, name: str, law: Law, drafts: Drafts) -> Finding:
     counts, seen = _sample(bench, name, None)
-    drafts.drafted, drafts.accepted = drafts.drafted + seen.drafted, drafts.accepted + seen.accepted
+    drafts.add(seen)
     test = chi_square(counts, law)
     return Finding(
         f"law of the first {POSITIONS} tokens, {name}",

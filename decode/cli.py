@@ -199,11 +199,12 @@ def run_check(options: Namespace) -> int:
     with tracked(NUM_FINDINGS, "checks") as advance:
         findings = check(decoder, settings, advance)
     passed = all(finding.passed for finding in findings)
-    title = f"{decoder.base.name} with {options.heads}, {decoder.base.device}, {describe(decoder.base, None)['dtype']}"
+    where = describe(decoder.base, options.heads)
+    title = f"{where['base']} with {where['heads']}, {where['device']}, {where['dtype']}"
     show_findings(findings, title, time.perf_counter() - started, to_stderr=options.json)
     if options.json:
-        report = {**describe(decoder.base, options.heads), "passed": passed, "seed": options.seed}
-        _print_json({**report, "checks": [vars(finding) for finding in findings]})
+        checks = [vars(finding) for finding in findings]
+        _print_json({**where, "passed": passed, "seed": options.seed, "checks": checks})
     return 0 if passed else CHECK_FAILED
 
 

@@ -50,9 +50,9 @@ class Drafts:
     drafted: int = 0
     accepted: int = 0
 
-    def add(self, stats: DecodeStats) -> None:
-        self.drafted += stats.drafted
-        self.accepted += stats.accepted
+    def add(self, other: "DecodeStats | Drafts") -> None:
+        self.drafted += other.drafted
+        self.accepted += other.accepted
 
     @property
     def rejected(self) -> int:

@@ -46,7 +46,8 @@ class Laws:
                 logits = self._process(logits, committed, suffixes)
                 possible = finite_rows(logits)
             p = to_probs(logits, self._request)
-            finite = finite & ~p[:, 0].isnan()  # logits so large that a temperature takes them out of range
+            # A possible row that comes out NaN has logits so large that a temperature took them out of range.
+            finite = finite & ~(possible & p[:, 0].isnan())
         unusable = ~(finite & possible)
         if p.device.type != "cpu" or bool(unusable.any()):  # asking an accelerator costs more than the two passes
             p.masked_fill_(unusable[:, None], 0.0)

@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from decode.tree_shape import TreeShape
+from decode.tree_shape import TREE_RULE, TreeShape
 from mtp.errors import UserError
-from mtp.sampling import SamplingConfig, option
+from mtp.sampling import SamplingConfig, check_seed, option
 from mtp.verify import check_rule
-
-_TREE_RULES = {"token": "recursive", "block": "traversal", "match": "match", "greedy": "greedy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +73,8 @@ class Request(SamplingConfig):
             )
         if self.draft_length is not None and self.draft_length < 0:
             raise UserError(f"--draft-length is {self.draft_length}; use 0 (off) or a positive number.")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed is {self.seed}; use a whole number from 0 to 2**63 - 1.")
+        if self.seed is not None:
+            check_seed(self.seed)
         if any(token < 0 for token in self.stop_ids):
             raise UserError(f"--stop-ids is {min(self.stop_ids)}; use token ids, from 0 on.")
 
@@ -130,7 +128,7 @@ class Request(SamplingConfig):
     @property
     def reported_rule(self) -> str:
         """The name of the rule in statistics, which for a tree is another one."""
-        return self.rule if self.tree is None else _TREE_RULES[self.rule]
+        return self.rule if self.tree is None or self.greedy else TREE_RULE[self.rule]
 
     @property
     def adaptive(self) -> bool:

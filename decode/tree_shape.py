@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mtp.errors import UserError
 
 MAX_NODES = 512
+TREE_RULE = {"token": "recursive", "block": "traversal", "match": "match", "greedy": "match"}
+"""The rule for trees that a rule for chains becomes; at temperature 0, p is one-hot and match follows its maximum."""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,12 @@ from torch import Tensor
 from decode.chain import Drafting, Outcome
 from decode.laws import RowCheck
 from decode.target import Target, TargetOutput
-from decode.tree_shape import TreeShape
+from decode.tree_shape import TREE_RULE, TreeShape
 from mtp.sampling import RandomSource
 from mtp.tree import Drawing, TokenTree, draw_children, verify_tree
 from mtp.verify import Rule
 
 _MAX_CHILDREN = 8  # of one node, and nodes of one level that get children, when the shape is dynamic
-_RULES = {"token": "recursive", "block": "traversal", "match": "match", "greedy": "match"}
-"""The rule for trees that a rule for chains becomes; at temperature 0, p is one-hot and match follows its maximum."""
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Tree:
     def judge(self, rule: str | Rule, p: Tensor, check: RowCheck, random: RandomSource) -> Outcome:
         """Apply the tree's form of a rule, given p [R, V]."""
         assert isinstance(rule, str), "functions judge chains only"
-        verdict = verify_tree(_RULES[rule], self.tree, self.drawing, self.q, p, random)
+        verdict = verify_tree(TREE_RULE[rule], self.tree, self.drawing, self.q, p, random)
         rows = [0, *verdict.path]
         tokens: list[int] = self.block[0, list(verdict.path)].tolist()
         overlap: list[float] = torch.minimum(p[rows], self.q[rows]).sum(dim=-1).tolist()
@@ -133,7 +131,7 @@ def draft_tree(given: Drafting, shape: TreeShape, count: int) -> Tree:
     if shape.nodes:
         return _grow_dynamic(grower, shape.nodes, count)
     # Match needs no law for the children, so the likeliest are best; the others judge drawn children.
-    drawing: Drawing = "top_k" if _RULES[given.request.rule] == "match" else "without_replacement"
+    drawing: Drawing = "top_k" if TREE_RULE[given.request.rule] == "match" else "without_replacement"
     return _grow_static(grower, shape.widths[:count], drawing, given.random)
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtp.errors import UserError
-from mtp.sampling import RandomSource
+from mtp.sampling import RandomSource, check_seed
 
 
 class KeyedSource(RandomSource):
@@ -23,8 +22,7 @@ class KeyedSource(RandomSource):
 
     def __init__(self, *seeds: int, device: torch.device | str = "cpu") -> None:
         for seed in seeds:
-            if not 0 <= seed < 2**63:
-                raise UserError(f"--seed is {seed}; use a whole number from 0 to 2**63 - 1.")
+            check_seed(seed)
         self._seeds = seeds
         self._positions = [0] * len(seeds)
         self._device = torch.device(device)

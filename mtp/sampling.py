@@ -216,6 +216,12 @@ def _keep_by_entropy(scores: Tensor, sampling: SamplingConfig) -> Tensor:
     return rows.view_as(scores)
 
 
+def check_seed(seed: int) -> None:
+    """UserError unless every random source can be seeded with it."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed is {seed}; use a whole number from 0 to 2**63 - 1.")
+
+
 class RandomSource:
     """Seeded random draws. They are made on the CPU, so that a seed means the same on every device.
 
@@ -225,11 +231,10 @@ class RandomSource:
 
     def __init__(self, seed: int | None = None, device: torch.device | str = "cpu") -> None:
         self._generator = torch.Generator()
-        if seed is not None and not 0 <= seed < 2**63:
-            raise UserError(f"--seed is {seed}; use a whole number from 0 to 2**63 - 1.")
         if seed is None:
             self._generator.seed()
         else:
+            check_seed(seed)
             self._generator.manual_seed(seed)
         self._device = torch.device(device)
 

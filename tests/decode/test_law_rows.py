@@ -258,3 +258,10 @@ def test_logits_that_a_temperature_takes_out_of_range_are_refused() -> None:
     p[..., 1] = -3e38
     with pytest.raises(UserError, match="NaN or infinite"):
         decode(Engine(TableTarget(p)), [1, 2], 2, 0, request=replace(PLAIN, temperature=0.02))
+
+
+@pytest.mark.parametrize("asked", [Request(), PLAIN, BLOCK], ids=["greedy", "token", "block"])
+def test_a_row_that_processors_emptied_is_not_blamed_on_the_base(asked: Request) -> None:
+    request = replace(asked, suppress_tokens=(0, 1, 2))
+    with pytest.raises(UserError, match="processors leave no token"):
+        decode(Engine(TableTarget(P), TableDrafter(Q)), [1, 2], 3, 2, request=request)

@@ -113,7 +113,8 @@ def test_contradictions_and_bad_values_are_refused_in_full(options: dict[str, An
     ids=str,
 )
 def test_the_edge_of_what_is_allowed(options: dict[str, Any]) -> None:
-    Request(**options)
+    request = Request(**options)
+    assert all(getattr(request, name) == value for name, value in options.items())
 
 
 @pytest.mark.parametrize("name", ["stop_ids", "max_new_tokens", "draft_length", "seed"])
@@ -173,7 +174,9 @@ def test_one_text_is_not_taken_as_its_characters(decoder: Decoder, name: str) ->
 
 
 def test_bad_words_as_texts_and_as_lists_of_ids(decoder: Decoder) -> None:
-    decoder.generate("hi", max_new_tokens=2, bad_words=["zq"], bad_words_ids=[[5, 6]])
+    result = decoder.generate("hi", max_new_tokens=2, bad_words=["zq"], bad_words_ids=[[5, 6]])
+    assert len(result.token_ids) > 0
+    assert result.token_ids != [5, 6]
 
 
 # ---- names of rules ----------------------------------------------------------------------------------------------

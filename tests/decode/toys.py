@@ -117,6 +117,17 @@ class TableDrafter:
         return torch.stack(rows)
 
 
+class Draws(RandomSource):
+    """The given number for every uniform."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(0)
+        self.value = value
+
+    def uniform(self, shape: object) -> Tensor:
+        return torch.full(tuple(shape), self.value, dtype=torch.float64)  # type: ignore[call-overload]
+
+
 def decode(
     engine: Engine,
     prompt: list[int],

@@ -82,7 +82,9 @@ def test_tree_masks_on_a_gpu(family: str) -> None:
 
 @pytest.mark.parametrize("family", TREES)
 def test_the_probe_of_trees_allows_for_bfloat16(family: str) -> None:
-    FrozenBase.from_model(tiny_model(family).bfloat16().to("cuda"), None, family).require_trees()
+    base = FrozenBase.from_model(tiny_model(family).bfloat16().to("cuda"), None, family)
+    base.require_trees()
+    assert base._tree_fault is None
 
 
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])

@@ -20,7 +20,7 @@ from mtp.errors import UserError
 from mtp.sampling import RandomSource
 from mtp.tree import DRAWINGS, TREE_RULES, Drawing, TokenTree, TreeVerdict, draw_children, sibling_law, verify_tree
 from mtp.verify import verify
-from tests.decode.toys import table, total_variation, true_law
+from tests.decode.toys import Draws, table, total_variation, true_law
 
 EXACT = 1e-12
 CONTEXT = (1, 2)
@@ -336,17 +336,6 @@ def test_on_a_chain_they_are_the_rules_for_chains(rule: str, chain_rule: str, dr
 
 
 # ---- draws at both ends, and rounding ----------------------------------------------------------------------------
-
-
-class Draws(RandomSource):
-    """The given number for every uniform."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(0)
-        self.value = value
-
-    def uniform(self, shape: object) -> Tensor:
-        return torch.full(tuple(shape), self.value, dtype=torch.float64)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0**-54, 0.5, 1 - 2.0**-53])

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtp.errors import UserError
 from mtp.sampling import RandomSource
 from mtp.verify import RULES, Verdict, verify
+from tests.decode.toys import Draws
 
 
 def laws(seed: int, *shape: int) -> Tensor:
@@ -116,17 +117,6 @@ def test_ragged_rows_equal_single_rows() -> None:
             assert int(alone.num_accepted) == together.num_accepted[row]
             assert int(alone.next_token) == together.next_token[row]
     assert drafts == tokens.shape[1]
-
-
-class Draws(RandomSource):
-    """The given number for every uniform."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(0)
-        self.value = value
-
-    def uniform(self, shape: object) -> Tensor:
-        return torch.full(tuple(shape), self.value, dtype=torch.float64)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
