@@ -100,7 +100,7 @@ def build_parser() -> ArgumentParser:
 
 def _add_models(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--heads", type=str, help="folder of trained heads; generate works without, from --base alone")
+    add("--heads", type=str, help="folder of trained heads, or smollm2-135m; generate works without, from --base")
     add("--base", type=str, help="the base, if not found by the name in the heads' config")
     add("--revision", type=str, help="revision of a base on the Hub")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")

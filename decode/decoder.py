@@ -24,7 +24,7 @@ from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.heads import Heads
-from mtp.hub import load_heads
+from mtp.hub import find_heads, load_heads
 from mtp.keyed import KeyedSource
 from mtp.processors import TextProcessors
 from mtp.sampling import RandomSource
@@ -118,7 +118,8 @@ class Decoder:
         home: Path | None = None,
         on_progress: Callable[[str], None] = _silent,
     ) -> "Decoder":
-        """Load heads from a folder, and the base that their config names unless `base` names another copy of it.
+        """Load heads from a folder, or by name those that come with the package, and the base that their config names
+        unless `base` names another copy of it.
 
         `heads` None decodes plainly and needs `base`. `home` is where embedded bases are kept (default: MTP_HOME, or
         the user's cache); `on_progress` hears what is fetched. Raises UserError when either cannot be loaded or they do
@@ -126,7 +127,7 @@ class Decoder:
         """
         if heads is None and base is None:
             raise UserError("neither --heads nor --base is given; name at least one of them.")
-        loaded = None if heads is None else load_heads(Path(heads))
+        loaded = None if heads is None else load_heads(find_heads(heads))
         if loaded is not None and base is None:
             base, revision = loaded.config.base.name, revision or loaded.config.base.revision
         assert base is not None

@@ -26,6 +26,7 @@ from mtp.errors import UserError
 from mtp.fingerprint import model_checksum, model_fingerprint, tokenizer_fingerprint
 from mtp.loading import choose_device, load
 from mtp.output import OutputScale, project
+from mtp.packed import packed_positions, packing_fault
 from mtp.tree_mask import TreeMask, tree_fault
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed the argument in 5.24
@@ -53,6 +54,7 @@ class FrozenBase:
         self._scale = OutputScale.from_config(self._text_config)
         self._check_sizes()
         self._tree_fault: str | None = _UNKNOWN
+        self._packing_fault: str | None = _UNKNOWN
         self.final_norm = probe(model, self._inner, self.logits, name)
 
     @classmethod
@@ -179,9 +181,17 @@ class FrozenBase:
         if self._tree_fault is not None:
             raise UserError(f"--tree cannot be used with base {self.name!r}: {self._tree_fault}; leave --tree out.")
 
+    def require_packing(self) -> None:
+        """UserError naming the base unless it can run on rows of several texts; found out once."""
+        if self._packing_fault is _UNKNOWN:
+            self._packing_fault = packing_fault(self)
+        if self._packing_fault is not None:
+            told = f"data.packing is true, which base {self.name!r} does not allow: {self._packing_fault}"
+            raise UserError(f"{told}; set data.packing to false.")
+
     @property
     def takes_positions(self) -> bool:
-        """Whether the place of each token can be given, as trees need."""
+        """Whether the place of each token can be given, as trees and packed rows need."""
         return "position_ids" in self._arguments
 
     @property
@@ -197,15 +207,23 @@ class FrozenBase:
         attention_mask: Tensor | None = None,
         feature_layers: Sequence[int] = (),
         tree: TreeMask | None = None,
+        segments: Tensor | None = None,
     ) -> BaseOutput:
         """Run the base over new tokens [B, T] that follow what `cache` holds, and extend the cache by them.
 
         attention_mask [B, T_total] (1 or True = a real token) covers cached and new positions; a token's position is
         the number of real tokens before it, so left padding does not shift it. feature_layers: ids in 0…num_layers.
         tree: what each of the new tokens sees and where it stands (B = 1, without attention_mask); see `require_trees`.
+        segments [B, T]: several texts in one row, each with the states it has alone (see `mtp.packed` and
+        `require_packing`); without cache, attention_mask and tree.
         """
         with self._recorded(feature_layers) as states:
-            hidden = self._run(tokens, cache, attention_mask, tree)
+            if segments is None:
+                hidden = self._run(tokens, cache, attention_mask, tree)
+            else:
+                assert cache is None and attention_mask is None and tree is None  # noqa: PT018
+                self.require_packing()
+                hidden = self.forward_at(tokens, packed_positions(segments))
         states[self.num_layers] = hidden
         if not feature_layers:
             return BaseOutput(hidden=hidden, features=hidden[..., :0])
@@ -232,6 +250,12 @@ class FrozenBase:
         hidden: Tensor = self._inner(**arguments).last_hidden_state
         if cache is not None:
             cache.advance(tokens.shape[1])
+        return hidden
+
+    @torch.no_grad()
+    def forward_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """States [B, T, D] of tokens [B, T] at the places positions [B, T], without mask and cache."""
+        hidden: Tensor = self._inner(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden
 
     @contextlib.contextmanager

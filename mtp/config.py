@@ -16,8 +16,18 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from mtp.errors import UserError
 
-Kind = Literal["medusa", "recurrent"]
+Kind = Literal["medusa", "recurrent", "sequential", "parallel", "hydra"]
+Order = Literal["embed_hidden", "hidden_embed"]
+Init = Literal["random", "base"]
 FORMAT_VERSION = 1
+
+WITH_BLOCK: tuple[Kind, ...] = ("recurrent", "sequential", "parallel")
+_APPLIES_TO: dict[str, tuple[Kind, ...]] = {
+    "num_layers": ("medusa", "hydra"),
+    "concat_order": ("sequential",),
+    "eagle31_norms": ("recurrent",),
+    "init": WITH_BLOCK,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +35,23 @@ class HeadsOptions:
     """What a user chooses.
 
     Args:
-        kind: `recurrent` (one block applied K times on its own hidden state) or `medusa` (independent residual heads).
+        kind: `recurrent` (one block applied K times on its own hidden state), `sequential` (K blocks in a chain, each
+            with its own projection of token and state), `parallel` (K blocks side by side on one state), `hydra`
+            (residual heads that read the drafted tokens) or `medusa` (independent residual heads).
         draft_length: K, how many draft positions are trained. Decoding may use fewer, never more.
         draft_vocab_size: Vd, how many tokens the heads can propose; null is the whole vocabulary.
         feature_layers: which hidden states of the base the heads read. Id i below the number of layers L is the input
             of decoder layer i (0 is the embedding); L is the state after the final norm. null picks the usual ones.
-        num_layers: residual layers per head (`medusa` only).
+            Kinds other than `recurrent` read one.
+        num_layers: residual layers per head (`medusa` and `hydra` only).
+        concat_order: what comes first in the input of a projection (`sequential` only): `embed_hidden` as in
+            DeepSeek-V3 and Qwen3-Next, `hidden_embed` as in MiMo.
+        eagle31_norms: the two norms of EAGLE-3.1 (`recurrent` only): one per feature layer before they are fused, and
+            the normalised state is what the next draft position goes on from.
+        init: `random`, or `base`: blocks and norms start as copies of the base's last block and final norm, so that
+            heads begin near the base's own prediction (kinds with a block only). `base` is refused where a copy of the
+            block does not compute what the block does. Training's closed-form start of recurrent heads replaces
+            `random` only.
     """
 
     kind: Kind = "recurrent"
@@ -38,19 +59,25 @@ class HeadsOptions:
     draft_vocab_size: int | None = None
     feature_layers: tuple[int, ...] | None = None
     num_layers: int = 1
+    concat_order: Order = "embed_hidden"
+    eagle31_norms: bool = False
+    init: Init = "random"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise UserError(f"heads.kind is {self.kind!r}; allowed are {', '.join(get_args(Kind))}.")
+        for name, choices in (("kind", Kind), ("concat_order", Order), ("init", Init)):
+            if getattr(self, name) not in get_args(choices):
+                raise UserError(f"heads.{name} is {getattr(self, name)!r}; allowed are {', '.join(get_args(choices))}.")
         for name, low in (("draft_length", 1), ("num_layers", 1), ("draft_vocab_size", 2)):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise UserError(f"heads.{name} is {value}; it must be at least {low}.")
-        if self.kind == "recurrent" and self.num_layers != 1:
-            raise UserError(
-                f"heads.num_layers is {self.num_layers}, but recurrent heads have one block; remove the key or use "
-                "heads.kind: medusa."
-            )
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name, kinds in _APPLIES_TO.items():
+            if self.kind not in kinds and getattr(self, name) != defaults[name]:
+                raise UserError(
+                    f"heads.{name} is {getattr(self, name)}, which {self.kind} heads do not have; remove the key or "
+                    f"use heads.kind: {' or '.join(kinds)}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +95,27 @@ class BaseRef:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Sizes of the transformer block of recurrent heads; read off the base."""
+    """Sizes and type of a transformer block of heads; read off the base. The defaults are Llama's type.
+
+    Args:
+        intermediate_size: I, rows of the MLP.
+        num_attention_heads: H query heads.
+        num_key_value_heads: J key-value heads; a divisor of H.
+        head_dim: E, size of a head; even.
+        rms_norm_eps: of every norm, whichever its type.
+        rope_theta: of the rotary frequencies theta^(-2i/E), unless `rope_frequencies` holds others.
+        norm: `rms`, or `layer` (mean removed, with bias).
+        gated: the MLP is down(act(gate x) * up x); otherwise down(act(up x)).
+        activation: act; `gelu_tanh` is its usual approximation.
+        qkv_bias: whether queries, keys and values have a bias.
+        output_bias: whether attention's output has one.
+        mlp_bias: whether the matrices of the MLP have one.
+        qk_norm: RMS norms over each head's queries and keys, before they are rotated.
+        parallel_residual: the MLP reads the block's input instead of what attention made of it.
+        rope_frequencies: one per rotated pair, fastest first; fewer than E/2 leave the rest of a head as it is, and an
+            empty list rotates nothing. null is the formula.
+        rope_scale: factor on rotated queries and keys.
+    """
 
     intermediate_size: int
     num_attention_heads: int
@@ -76,6 +123,30 @@ class BlockShape:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    norm: Literal["rms", "layer"] = "rms"
+    gated: bool = True
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    parallel_residual: bool = False
+    rope_frequencies: tuple[float, ...] | None = None
+    rope_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.intermediate_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim) < 1:
+            raise UserError(f"block has a size below 1: {self}.")
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+            raise UserError(
+                f"block has {self.num_attention_heads} query heads, {self.num_key_value_heads} key-value heads and "
+                f"head_dim {self.head_dim}; the second must divide the first and the third be even."
+            )
+        if self.rope_frequencies is not None and 2 * len(self.rope_frequencies) > self.head_dim:
+            raise UserError(
+                f"block.rope_frequencies has {len(self.rope_frequencies)} entries, more than half of head_dim "
+                f"{self.head_dim}; give at most one per pair."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +157,7 @@ class HeadsConfig(HeadsOptions):
         hidden_size: D of the base.
         vocab_size: V, the rows of the base's output matrix.
         draft_vocab_hash: SHA-256 of the draft vocabulary's ids; null when the heads propose from the whole vocabulary.
-        block: sizes of the block (`recurrent` only).
+        block: sizes and type of the block (kinds with a block only).
         base: the base the heads belong to.
         format_version: of this file format.
     """
@@ -107,10 +178,10 @@ class HeadsConfig(HeadsOptions):
             raise UserError(
                 f"hidden_size is {self.hidden_size} and vocab_size is {self.vocab_size}; both must be from 1 to 2**24."
             )
-        if (self.kind == "recurrent") != (self.block is not None):
+        if (self.kind in WITH_BLOCK) != (self.block is not None):
             raise UserError(f"kind is {self.kind}, which goes with {'a' if self.block is None else 'no'} block.")
-        if self.kind == "medusa" and len(self.feature_layers) != 1:
-            raise UserError(f"feature_layers is {list(self.feature_layers)}; medusa heads read one layer.")
+        if self.kind != "recurrent" and len(self.feature_layers) != 1:
+            raise UserError(f"feature_layers is {list(self.feature_layers)}; {self.kind} heads read one layer.")
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft_vocab_size is {self.draft_vocab_size}, more than the base's vocabulary of {self.vocab_size}; "
@@ -182,6 +253,8 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
             raise UserError(f"{where} is {value!r}; a list is needed.")
         return tuple(_coerce(get_args(kind)[0], item, where) for item in value)
     if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise UserError(f"{where} is {value!r}; allowed are {', '.join(get_args(kind))}.")
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -23,15 +23,31 @@ from mtp.heads import Heads, build_heads
 from mtp.vocab import vocab_hash
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+SHIPPED = Path(__file__).parent / "pretrained"  # heads that come with the package, a folder per base
 
 
-def save_heads(heads: Heads, folder: Path, card: str = "") -> Path:
-    """Write the heads to `folder`, replacing what was there as a whole. `card` is Markdown for README.md."""
+def shipped_heads() -> list[str]:
+    """Names of the heads that come with the package."""
+    return sorted(path.name for path in SHIPPED.glob("*") if (path / CONFIG).is_file())
+
+
+def find_heads(name: str | Path) -> Path:
+    """The folder of heads: one that comes with the package by its name, any other by its path."""
+    return SHIPPED / name if str(name) in shipped_heads() else Path(name)
+
+
+def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | None = None) -> Path:
+    """Write the heads to `folder`, replacing what was there as a whole. `card` is Markdown for README.md.
+
+    `dtype`: of the weights in the file, None as they are. bfloat16 halves it; reading brings them back to float32.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         build = Path(scratch) / "heads"
         build.mkdir()
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
+        if dtype is not None:
+            tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(tensors, build / WEIGHTS, metadata={"format": "pt"})
         document = {**heads.config.to_json(), "weights_sha256": file_hash(build / WEIGHTS)}
         (build / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -88,7 +104,10 @@ def _read_document(folder: Path) -> tuple[dict[str, Any], str]:
     if not folder.is_dir():
         old = folder.with_name(folder.name + ".old")
         hint = f"a copy from before the last save is at {old}" if old.is_dir() else "train some with mtp-train"
-        raise UserError(f"--heads {folder} is not a folder; {hint}, or name a folder with {CONFIG} and {WEIGHTS}.")
+        with_package = f" or heads that come with mtp ({', '.join(shipped_heads())})" if shipped_heads() else ""
+        raise UserError(
+            f"--heads {folder} is not a folder; {hint}, or name a folder with {CONFIG} and {WEIGHTS}{with_package}."
+        )
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"--heads {folder} has no {CONFIG}; name a folder that mtp-train wrote: runs/<name>/heads.")

@@ -28,9 +28,10 @@ _LOAD_FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, Runt
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model on the CPU, its tokenizer, and the commit of the Hub it came from (None for local ones)."""
+    """A model on the CPU, its config, its tokenizer, and the commit of the Hub it came from (None for local ones)."""
 
     model: Any
+    config: Any
     tokenizer: Any
     revision: str | None = None
 
@@ -39,14 +40,17 @@ def load(
     name: str,
     *,
     revision: str | None,
-    dtype: str,
+    dtype: str | None,
     device: torch.device,
     trust_remote_code: bool,
     home: Path | None,
     on_progress: Callable[[str], None],
 ) -> Loaded:
-    """Find the base `name` and read it; UserError says where it was looked for and what to do."""
-    if dtype not in DTYPES:
+    """Find the base `name` and read it; UserError says where it was looked for and what to do.
+
+    With `dtype` None only config and tokenizer are read, and `model` is None (a .gguf file is read whole all the same).
+    """
+    if dtype not in (None, *DTYPES):
         raise UserError(f"dtype {dtype!r} is not known; allowed: {', '.join(DTYPES)}.")
     dtype = "float32" if dtype == "auto" and device.type == "cpu" else dtype
     if name in EMBEDDED:
@@ -85,7 +89,7 @@ def _no_revision(name: str, revision: str | None) -> None:
         )
 
 
-def _from_folder(name: str, folder: Path, dtype: str, trust_remote_code: bool) -> Loaded:
+def _from_folder(name: str, folder: Path, dtype: str | None, trust_remote_code: bool) -> Loaded:
     if not (folder / "config.json").is_file():
         raise UserError(
             f"base {name!r}: the folder {folder} holds no config.json, so it is not a model in transformers' format; "
@@ -105,11 +109,11 @@ def _from_folder(name: str, folder: Path, dtype: str, trust_remote_code: bool) -
         ) from error
 
 
-def _from_gguf(name: str, path: Path, dtype: str) -> Loaded:
+def _from_gguf(name: str, path: Path, dtype: str | None) -> Loaded:
     if path.suffix.lower() != ".gguf":
         raise UserError(f"base {name!r} is a file but not a .gguf one; give a .gguf file, a folder or a Hub id.")
-    model, tokenizer = load_gguf(path, dtype="float32" if dtype == "auto" else dtype, name=path.stem)
-    return Loaded(model=model, tokenizer=tokenizer)
+    model, tokenizer = load_gguf(path, dtype="float32" if dtype in (None, "auto") else dtype, name=path.stem)
+    return Loaded(model=model, config=model.config, tokenizer=tokenizer)
 
 
 def _require_hub_name(name: str) -> None:
@@ -120,7 +124,7 @@ def _require_hub_name(name: str) -> None:
     raise UserError(f"base {name!r} does not exist on this machine.{_suggestion(name)} {_ways()}")
 
 
-def _from_hub(name: str, revision: str | None, dtype: str, trust_remote_code: bool) -> Loaded:
+def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_code: bool) -> Loaded:
     reachable = _hub_answers(name, revision)
     arguments = {
         "trust_remote_code": trust_remote_code,
@@ -173,11 +177,14 @@ def _explain_remote_code(name: str, error: BaseException) -> None:
         ) from error
 
 
-def _read(name: str, source: str, dtype: str, arguments: dict[str, Any]) -> Loaded:
+def _read(name: str, source: str, dtype: str | None, arguments: dict[str, Any]) -> Loaded:
     """Config first, so that the wrong kind of model is refused before its weights are read."""
     config = AutoConfig.from_pretrained(source, **arguments)
     _require_causal(name, config)
     tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
+    revision = getattr(config, "_commit_hash", None)
+    if dtype is None:
+        return Loaded(model=None, config=config, tokenizer=tokenizer, revision=revision)
     model, report = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
@@ -189,7 +196,7 @@ def _read(name: str, source: str, dtype: str, arguments: dict[str, Any]) -> Load
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise UserError(f"base {name!r} lacks {len(missing)} of its weights ({shown}); fetch or copy the model again.")
-    return Loaded(model=model, tokenizer=tokenizer, revision=getattr(config, "_commit_hash", None))
+    return Loaded(model=model, config=config, tokenizer=tokenizer, revision=revision)
 
 
 def _require_causal(name: str, config: Any) -> None:

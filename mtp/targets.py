@@ -30,9 +30,21 @@ def pad_for_drafts(tokens: Tensor, draft_length: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, draft_length))
 
 
-def neighbours(tokens: Tensor, supervised: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def first_drafts(supervised: Tensor, segments: Tensor | None = None) -> Tensor:
+    """[B,T] bool: token t is supervised and can be a first draft, as its anchor t-2 is in the same text.
+
+    `segments` [B,T]: which text of a packed row a token belongs to; None is one text per row.
+    """
+    possible = torch.zeros_like(supervised)
+    possible[:, 2:] = supervised[:, 2:]
+    if segments is not None:
+        possible[:, 2:] &= (segments[:, 2:] == segments[:, :-2]) & (segments[:, 2:] > 0)
+    return possible
+
+
+def neighbours(tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Anchors t whose first draft, token t+2, is supervised: flat indices [N] of t and t+1 in [B*T], and token t+1."""
-    row, position = supervised[:, 2:].nonzero(as_tuple=True)
+    row, position = first_drafts(supervised, segments)[:, 2:].nonzero(as_tuple=True)
     here = row * tokens.shape[1] + position
     return here, here + 1, tokens[row, position + 1]
 
@@ -55,25 +67,29 @@ class TargetPlan:
     hidden: Tensor
 
 
-def plan_targets(tokens: Tensor, supervised: Tensor, draft_length: int) -> TargetPlan:
+def plan_targets(tokens: Tensor, supervised: Tensor, draft_length: int, segments: Tensor | None = None) -> TargetPlan:
     """Plan one batch from tokens [B,T] and supervised [B,T] (token s is a target that counts).
 
     An anchor t counts when its first draft, token t+2, is supervised: those are the anchors that decoding drafts from.
+    With `segments` [B,T] a row holds several texts, and anchor, teacher and target are always of the same one.
     """
-    batch, length = tokens.shape
-    is_anchor = torch.zeros_like(supervised)
-    is_anchor[:, : max(length - 2, 0)] = supervised[:, 2:]
+    length = tokens.shape[1]
+    targets = first_drafts(supervised, segments)
+    is_anchor = targets.roll(-2, 1)  # no target is at 0 or 1, so nothing comes round
     anchors, column = _pack(is_anchor)
-    row, teacher = (supervised[:, 2:].nonzero() + torch.tensor([0, 1], device=tokens.device)).unbind(1)
+    row, target = targets.nonzero(as_tuple=True)
+    teacher = target - 1
     steps = torch.arange(1, draft_length + 1, device=tokens.device)
     anchor = teacher.unsqueeze(1) - steps  # [N,K]: s - k
-    exists = (anchor >= 0) & is_anchor[row.unsqueeze(1), anchor.clamp(min=0)]
-    packed = column[row.unsqueeze(1), anchor.clamp(min=0)]
-    flat = (row.unsqueeze(1) * anchors.shape[1] + packed) * draft_length + steps - 1
+    place = (row.unsqueeze(1), anchor.clamp(min=0))
+    exists = (anchor >= 0) & is_anchor[place]
+    if segments is not None:
+        exists &= segments[place] == segments[row, target].unsqueeze(1)
+    flat = (row.unsqueeze(1) * anchors.shape[1] + column[place]) * draft_length + steps - 1
     return TargetPlan(
         anchors=anchors,
         teacher=row * length + teacher,
-        tokens=tokens[row, teacher + 1],
+        tokens=tokens[row, target],
         hidden=torch.where(exists, flat, -1),
     )
 

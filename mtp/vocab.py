@@ -38,5 +38,10 @@ def vocab_hash(ids: Tensor) -> str:
 
 def coverage(counts: Tensor, ids: Tensor | None) -> float:
     """Share of the supervised tokens in counts [V] that the draft vocabulary can propose, 0…1."""
-    total = int(counts.sum())
-    return 1.0 if ids is None or not total else int(counts[ids].sum()) / total
+    total = float(counts.sum())
+    return 1.0 if ids is None or not total else float(counts[ids].sum()) / total
+
+
+def unseen(counts: Tensor, ids: Tensor) -> float:
+    """Share of the draft vocabulary that counts [V] hold no sample of, 0…1: rows that were only filled up by id."""
+    return float((counts[ids] == 0).sum()) / len(ids)

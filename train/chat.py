@@ -11,9 +11,8 @@ Sizes: S tokens of one example.
 """
 
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -21,12 +20,15 @@ from torch import Tensor
 
 from mtp.errors import UserError
 from train.records import Record
+from train.report import DataReport
 from train.template import Encoded, Tokenizer, Unusable, decode, encode_turns, plain_ids
+from train.windows import windows
 
 CHUNK = 512  # records tokenised in one call: enough for the threads of a fast tokenizer, few enough for smooth progress
 
 LOST = "the tokens do not decode to the answer"
-CUT = "max_length leaves nothing supervised"
+NOTHING = "nothing in it is supervised"
+NO_PROMPT = "an answer begins at the first token, so that no prompt is left"
 
 
 @dataclass(frozen=True)
@@ -41,44 +43,6 @@ class Example:
         return len(self.tokens)
 
 
-@dataclass
-class DataReport:
-    """What became of the records. Token counts are after cutting.
-
-    `examples` exceeds `kept` where a template rewrites earlier turns, so that each answer needs a sequence of its own.
-    `first_dropped` holds, for each reason, the place of the first record dropped for it.
-    """
-
-    records: int = 0
-    kept: int = 0
-    examples: int = 0
-    truncated: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    first_dropped: dict[str, str] = field(default_factory=dict)
-
-    def drop(self, record: Record, reason: str) -> None:
-        self.dropped[reason] += 1
-        self.first_dropped.setdefault(reason, record.where)
-
-    def add(self, example: Example) -> None:
-        self.examples += 1
-        self.tokens += len(example)
-        self.supervised_tokens += int(example.supervised.sum())
-
-    def summary(self) -> str:
-        """The counts in two sentences, then one line for each reason to drop records."""
-        share = self.supervised_tokens / max(1, self.tokens)
-        sequences = f"{self.examples:,} sequences ({self.truncated:,} cut at max_length)"
-        lines = [
-            f"{self.kept:,} of {self.records:,} records kept as {sequences}. "
-            f"{self.tokens:,} tokens, {self.supervised_tokens:,} supervised ({share:.0%})."
-        ]
-        lines += [f"{n:,} dropped: {why} (first: {self.first_dropped[why]})" for why, n in self.dropped.most_common()]
-        return "\n".join(lines)
-
-
 def encode_records(
     records: Sequence[Record],
     tokenizer: Tokenizer,
@@ -86,13 +50,13 @@ def encode_records(
     max_length: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Example], DataReport]:
-    """Examples of at most `max_length` tokens, cut on the right, and the account of all records.
+    """Examples of at most `max_length` tokens (see `train.windows`), and the account of all records.
 
-    `on_progress(done, total)` is called about every 500 records. Raises UserError if nothing at all is supervised, if
+    `on_progress(done, total)` is called about every 500 records. Raises UserError if no record can be used at all, if
     chat records meet a tokenizer without a chat template, or if the template cannot be used for a mask.
     """
     if max_length < 2:
-        raise UserError(f"max_length is {max_length}; allowed is 2 or more, and 512 is a good start.")
+        raise UserError(f"data.max_length is {max_length}; allowed is 2 or more, and 512 is a good start.")
     report = DataReport(records=len(records))
     examples: list[Example] = []
     endings = _Endings(tokenizer)
@@ -104,9 +68,8 @@ def encode_records(
             on_progress(start + len(chunk), len(records))
     if not examples:
         why = "; ".join(f"{why}: {n} (first: {report.first_dropped[why]})" for why, n in report.dropped.items())
-        raise UserError(
-            f"nothing is supervised in any of {len(records)} records ({why}). Correct the data or max_length."
-        )
+        told = f"data.train or data.val: none of {len(records)} records can be trained on ({why})"
+        raise UserError(f"{told}. Each needs a prompt and an answer, or a text: correct the data.")
     return examples, report
 
 
@@ -125,22 +88,40 @@ def _finish(
 ) -> list[Example]:
     """The examples of one record, checked and cut; the record is dropped as a whole only if none is left."""
     if isinstance(encoded, Unusable):
-        report.drop(record, encoded.reason)
+        report.drop(record.where, encoded.reason)
         return []
-    examples, reason = [], CUT
+    examples, reason = [], NOTHING
     for i, item in enumerate(encoded):
         cut_off = not record.finished and i == len(encoded) - 1
         tokens, supervised = _supervise(item, endings, whole=record.kind == "text", cut_off=cut_off)
         if not len(tokens):
             reason = LOST
-        elif bool(supervised[:max_length].any()):
-            report.truncated += len(tokens) > max_length
-            examples.append(Example(tokens[:max_length].clone(), supervised[:max_length].clone(), record.where))
+        elif record.kind != "text" and item.spans and item.spans[0][0] == 0:  # also a mask that is 1 everywhere
+            reason = NO_PROMPT
+        else:
+            examples += _cut(tokens, supervised, record.where, max_length, report)
     if not examples:
-        report.drop(record, reason)
+        report.drop(record.where, reason)
     report.kept += bool(examples)
-    for example in examples:
-        report.add(example)
+    report.examples += len(examples)
+    report.tokens += sum(map(len, examples))
+    report.supervised_tokens += sum(int(example.supervised.sum()) for example in examples)
+    return examples
+
+
+def _cut(tokens: Tensor, supervised: Tensor, where: str, max_length: int, report: DataReport) -> list[Example]:
+    """The windows of a sequence, usually one that is all of it."""
+    found = windows(supervised, max_length)
+    if found:
+        whole = len(tokens) <= max_length
+        report.whole += whole
+        report.cut += not whole and len(found) == 1
+        report.sliced += len(found) > 1
+    examples = []
+    for start, first, end in found:
+        counts = supervised[start:end].clone()
+        counts[: first - start] = False
+        examples.append(Example(tokens[start:end].clone(), counts, where))
     return examples
 
 

@@ -1,13 +1,13 @@
-"""Batches, and the order in which examples are seen.
+"""Batches, and a cursor on the endless stream of them.
 
-Knows: padding, shuffling as a pure function of seed and epoch, the share of a rank, and how to go on inside an epoch.
-Refuses to know: what the tokens mean, where the examples come from, and Lightning.
-Sizes: B batch, S tokens of the longest example in a batch.
+Knows: padding, packed rows, and how to go on inside an epoch.
+Refuses to know: what the tokens mean, where the examples come from, in which order they come (`train.order`), and
+Lightning.
+Sizes: B batch, S tokens of the longest row in a batch.
 """
 
 import hashlib
 import math
-import random
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,51 +15,35 @@ from torch import Tensor
 
 from mtp.errors import UserError
 from train.chat import Example
+from train.order import Part, Row, epoch_order, rank_share
 
-Batch = dict[str, Tensor]  # tokens long [B, S], attention_mask bool [B, S], supervised bool [B, S]; padded on the right
+# tokens long [B, S], attention_mask bool [B, S], supervised bool [B, S], all padded on the right. With packing also
+# segments long [B, S]: 0 is padding, 1, 2, … are the examples of a row. In training also examples long [B, n]: which
+# examples a row holds, -1 is none.
+Batch = dict[str, Tensor]
 
-WINDOW = 16  # batches among which examples are sorted by length: most padding goes, the order stays close to random
 MULTIPLE = 8  # S is rounded up to this, so that few shapes occur
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> Batch:
-    """One batch, padded on the right to a multiple of 8."""
-    width = math.ceil(max(map(len, examples)) / MULTIPLE) * MULTIPLE
-    tokens = torch.full((len(examples), width), pad_id, dtype=torch.long)
-    attention_mask = torch.zeros(len(examples), width, dtype=torch.bool)
-    supervised = torch.zeros(len(examples), width, dtype=torch.bool)
-    for i, example in enumerate(examples):
-        tokens[i, : len(example)] = example.tokens
-        attention_mask[i, : len(example)] = True
-        supervised[i, : len(example)] = example.supervised
-    return {"tokens": tokens, "attention_mask": attention_mask, "supervised": supervised}
-
-
-def epoch_order(lengths: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of one epoch as indices, each index once; depends on nothing but the arguments.
-
-    Examples are shuffled, then sorted by length within windows of 16 batches, and the batches of a window are shuffled.
-    """
-    chance = random.Random(f"{seed}/{epoch}")  # a text seed is hashed, so neighbouring seeds and epochs share nothing
-    order = list(range(len(lengths)))
-    chance.shuffle(order)
-    batches = []
-    for start in range(0, len(order), batch_size * WINDOW):
-        window = sorted(order[start : start + batch_size * WINDOW], key=lambda i: lengths[i])
-        cut = [window[i : i + batch_size] for i in range(0, len(window), batch_size)]
-        chance.shuffle(cut)
-        batches += cut
-    return batches
-
-
-def rank_share(batches: Sequence[list[int]], rank: int, world_size: int) -> list[list[int]]:
-    """Every `world_size`-th batch from `rank` on. Ranks get equally many: the first batches are repeated to fill up."""
-    share = math.ceil(len(batches) / world_size)
-    return [batches[(i * world_size + rank) % len(batches)] for i in range(share)]
+def collate(rows: Sequence[Sequence[Example]], pad_id: int, *, packed: bool = False) -> Batch:
+    """One batch, padded on the right to a multiple of 8. Only packed rows may hold several examples."""
+    assert packed or all(len(row) == 1 for row in rows)
+    width = math.ceil(max(sum(map(len, row)) for row in rows) / MULTIPLE) * MULTIPLE
+    tokens = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    segments = torch.zeros(len(rows), width, dtype=torch.long)
+    supervised = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        start = 0
+        for number, example in enumerate(row, start=1):
+            place = slice(start, start + len(example))
+            tokens[i, place], supervised[i, place], segments[i, place] = example.tokens, example.supervised, number
+            start += len(example)
+    batch = {"tokens": tokens, "attention_mask": segments > 0, "supervised": supervised}
+    return batch | {"segments": segments} if packed else batch
 
 
 class FixedLoader:
-    """The examples in their own order, the same in every pass; for validation."""
+    """The examples in their own order, one a row, the same in every pass; for validation."""
 
     def __init__(
         self, examples: Sequence[Example], batch_size: int, *, pad_id: int = 0, rank: int = 0, world_size: int = 1
@@ -73,17 +57,21 @@ class FixedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         count, size = len(self.examples), self.batch_size
-        batches = [list(range(i, min(i + size, count))) for i in range(0, count, size)]
-        for indices in rank_share(batches, self.rank, self.world_size):
-            yield collate([self.examples[i] for i in indices], self.pad_id)
+        batches = [[[j] for j in range(i, min(i + size, count))] for i in range(0, count, size)]
+        for rows in rank_share(batches, self.rank, self.world_size):
+            yield collate([[self.examples[i] for i in row] for row in rows], self.pad_id)
 
 
 class ResumableLoader:
     """A cursor on the endless stream epoch 0, epoch 1, …, for training.
 
-    Each pass yields as many batches as an epoch has, from the cursor on. The cursor moves before a batch is handed out,
-    so a state taken while that batch is in use names the next one. A pass that is left early (Lightning's
-    `limit_train_batches`, a resumed run) loses nothing: the next pass goes on where it stopped.
+    Each pass yields as many batches as epoch 0 has, from the cursor on. (Packing may fill a few rows more or fewer in
+    another epoch.) The cursor moves before a batch is handed out, so a state taken while that batch is in use names the
+    next one. A pass that is left early (Lightning's `limit_train_batches`, a resumed run) loses nothing: the next pass
+    goes on where it stopped.
+
+    `parts`: size and weight of each source, in the order of the examples; None is one source. `row_length`: tokens of a
+    packed row; None is one example a row.
     """
 
     def __init__(
@@ -95,24 +83,33 @@ class ResumableLoader:
         pad_id: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        parts: Sequence[Part] | None = None,
+        row_length: int | None = None,
     ) -> None:
         assert examples, "a loader needs examples"
         self.examples, self.batch_size, self.seed, self.pad_id = examples, batch_size, seed, pad_id
         self.rank, self.world_size = rank, world_size
+        self.parts: list[Part] = [(len(examples), 1.0)] if parts is None else list(parts)
+        assert sum(count for count, _ in self.parts) == len(examples)
+        self.row_length = row_length
         self.epoch = 0
         self.batch = 0
         self._lengths = [len(example) for example in examples]
-        self._planned: tuple[int, list[list[int]]] | None = None
+        self._planned: tuple[int, list[list[Row]]] | None = None
         self._digest: str | None = None
+        self._pass_length = len(self._order())
 
     def __len__(self) -> int:
-        return math.ceil(math.ceil(len(self.examples) / self.batch_size) / self.world_size)
+        return self._pass_length
 
     def __iter__(self) -> Iterator[Batch]:
         for _ in range(len(self)):
-            indices = self._order()[self.batch]
+            rows = self._order()[self.batch]
             self._advance()
-            yield collate([self.examples[i] for i in indices], self.pad_id)
+            packed = self.row_length is not None
+            batch = collate([[self.examples[i] for i in row] for row in rows], self.pad_id, packed=packed)
+            names = [torch.tensor(row) for row in rows]
+            yield batch | {"examples": torch.nn.utils.rnn.pad_sequence(names, batch_first=True, padding_value=-1)}
 
     def state_dict(self) -> dict[str, int | str]:
         """Where the next batch comes from, and what that place depends on. The same on every rank."""
@@ -120,23 +117,29 @@ class ResumableLoader:
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Moves the cursor. Between epochs anything may have changed; inside one, other data is a UserError."""
-        batch = int(state["batch"])
-        changed = [key for key, value in self._identity().items() if state[key] != value]
+        batch, now = int(state["batch"]), self._identity()
+        changed = [key for key, value in now.items() if state.get(key) != value]
         if batch and changed:
-            now = self._identity()
-            told = ", ".join(f"{key} was {state[key]} and is {now[key]}" for key in changed)
+            told = ", ".join(f"{key} was {state.get(key)} and is {now[key]}" for key in changed)
             remedy = "Resume with the same data and settings, or start a new run without --ckpt_path."
             raise UserError(f"the checkpoint stopped inside an epoch of other batches: {told}. {remedy}")
         self.epoch, self.batch = int(state["epoch"]), batch
 
     def _advance(self) -> None:
         self.batch += 1
-        if self.batch == len(self):
+        if self.batch == len(self._order()):
             self.epoch, self.batch = self.epoch + 1, 0
 
-    def _order(self) -> list[list[int]]:
+    def _order(self) -> list[list[Row]]:
         if self._planned is None or self._planned[0] != self.epoch:
-            batches = epoch_order(self._lengths, self.batch_size, seed=self.seed, epoch=self.epoch)
+            batches = epoch_order(
+                self._lengths,
+                self.batch_size,
+                seed=self.seed,
+                epoch=self.epoch,
+                parts=self.parts,
+                row_length=self.row_length,
+            )
             self._planned = (self.epoch, rank_share(batches, self.rank, self.world_size))
         return self._planned[1]
 
@@ -149,6 +152,8 @@ class ResumableLoader:
             "world_size": self.world_size,
             "examples": len(self.examples),
             "data": self._digest,
+            "mixture": ", ".join(f"{count} × {weight:g}" for count, weight in self.parts),
+            "row_length": self.row_length or 0,
         }
 
 

@@ -5,6 +5,7 @@ Knows: keys, defaults and limits, and the learning-rate schedule they describe. 
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from mtp.errors import UserError
 
@@ -28,16 +29,18 @@ class BaseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW with linear warm-up and a cosine to `final_lr_share` of the peak.
+    """The optimiser, with linear warm-up and a cosine to `final_lr_share` of the peak.
 
     Args:
+        kind: `adamw`, or `muon`: steps orthogonalised for matrices, AdamW for the rest. Muon learns more per token.
         lr: peak learning rate. Small suits the closed-form start; from a random start 1e-3 is usual.
         betas: of AdamW.
-        weight_decay: of AdamW, on matrices only.
+        weight_decay: on matrices only.
         warmup: share of all optimiser steps that the warm-up takes.
         final_lr_share: learning rate after the last step, as a share of `lr`.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -45,6 +48,8 @@ class OptimizerOptions:
     final_lr_share: float = 0.1
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(OptimizerOptions.__annotations__["kind"]):
+            raise UserError(f"optimizer.kind is {self.kind!r}; allowed are adamw and muon.")
         for name, good in (("lr", self.lr > 0), ("warmup", 0 <= self.warmup < 1)):
             if not good:
                 raise UserError(f"optimizer.{name} is {getattr(self, name)}; lr is above 0, warmup from 0 to below 1.")

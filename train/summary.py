@@ -4,8 +4,8 @@ Knows: the keys. Refuses to know: where numbers come from and where they go.
 """
 
 from decode.stats import DecodeStats
-from mtp.losses import DraftSums
 from mtp.metrics import implied_accept_len
+from mtp.objective import DraftSums
 
 
 def summarise(sums: DraftSums, prefix: str) -> dict[str, float]:

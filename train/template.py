@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-NO_ANSWER = "no assistant turn"
+NO_ANSWER = "no assistant turn after a prompt"
 EMPTY = "an empty turn"
 REFUSED = "refused by the chat template"
 CHANGED = "the chat template changes the answer"
@@ -158,7 +158,7 @@ def _render_turns(record: Record, tokenizer: Tokenizer) -> list[_Rendered] | Unu
     """
     sequences: list[_Rendered] = []
     for i, message in enumerate(record.messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not i:  # an answer to nothing (ShareGPT has them) is context only
             continue
         prompt = _template(tokenizer, record.messages[:i], prompt=True)
         text = _template(tokenizer, record.messages[: i + 1], prompt=False)
@@ -170,7 +170,7 @@ def _render_turns(record: Record, tokenizer: Tokenizer) -> list[_Rendered] | Unu
         earlier = sequences.pop() if sequences and prompt.startswith(sequences[-1].text) else _Rendered("", (), ())
         span, said = (len(prompt), len(text)), message["content"]
         sequences.append(_Rendered(text, (*earlier.spans, span), (*earlier.said, said)))
-    return sequences
+    return sequences or Unusable(NO_ANSWER)
 
 
 def _template(tokenizer: Tokenizer, messages: Sequence[Message], *, prompt: bool) -> str:

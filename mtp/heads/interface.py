@@ -14,7 +14,46 @@ import torch
 from torch import Tensor, nn
 
 from mtp.config import HeadsConfig
-from mtp.targets import draft_inputs, take_anchors
+from mtp.targets import take_anchors
+
+
+def segment_positions(segments: Tensor) -> Tensor:
+    """Distance [B,T] of each position from the first of its run of equal numbers in segments [B,T]."""
+    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which positions of a batch are asked for, and which of them belong together.
+
+    anchors [B,M]: indices into T. positions [B,T]: places in the own sequence, which rotary embeddings read. segments
+    [B,T]: equal numbers are one sequence; None is one sequence per row.
+    """
+
+    anchors: Tensor
+    positions: Tensor
+    segments: Tensor | None
+
+    def places(self) -> Tensor:
+        """Positions [B,M] of the anchors in their own sequences."""
+        return take_anchors(self.positions, self.anchors)
+
+    def visible(self) -> Tensor:
+        """[B,M,T] bool: whether an anchor sees a position, which is not after it and in its own sequence."""
+        index = torch.arange(self.positions.shape[1], device=self.anchors.device)
+        seen = index <= self.anchors.unsqueeze(2)
+        if self.segments is not None:
+            seen = seen & (take_anchors(self.segments, self.anchors).unsqueeze(2) == self.segments.unsqueeze(1))
+        return seen
+
+    def visible_everywhere(self) -> Tensor | None:
+        """[B,T,T] bool, as `visible`, for all positions; None where each just sees those up to itself."""
+        if self.segments is None:
+            return None
+        return (self.segments.unsqueeze(2) == self.segments.unsqueeze(1)).tril()
 
 
 @dataclass
@@ -86,21 +125,28 @@ class Heads(nn.Module, ABC):
         logits: Tensor = self.project(self.unroll(features, tokens))
         return logits
 
-    def unroll(self, features: Tensor, tokens: Tensor, anchors: Tensor | None = None) -> Tensor:
+    def unroll(
+        self, features: Tensor, tokens: Tensor, anchors: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """Hidden states [B,M,K,D] before the projection, for `anchors` [B,M] (positions; None is all T of them).
 
-        Draft position k of anchor t reads token t+k (`mtp.targets`), so `tokens` is [B,T+K].
+        Draft position k of anchor t reads token t+k (`mtp.targets`), so `tokens` is [B,T+K]. `segments` [B,T] is for
+        rows that hold several sequences, one after another: equal numbers are one sequence, which sees itself only and
+        counts positions from its own start; None is one sequence per row. The last anchors of a sequence then read
+        tokens of the next one; nothing that `mtp.targets` plans asks for those states.
         """
         features = features.to(self.precision)
-        batch, length = features.shape[:2]
-        if anchors is None:
-            anchors = torch.arange(length, device=features.device).expand(batch, length)
-        inputs = take_anchors(draft_inputs(tokens, self.config.draft_length), anchors)
-        return self._unroll(features, tokens[:, 1 : length + 1], inputs, anchors)
+        every = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+        layout = Layout(
+            anchors=every if anchors is None else anchors,
+            positions=every if segments is None else segment_positions(segments),
+            segments=segments,
+        )
+        return self._unroll(features, tokens, layout)
 
     @abstractmethod
-    def _unroll(self, features: Tensor, next_tokens: Tensor, inputs: Tensor, anchors: Tensor) -> Tensor:
-        """features [B,T,F], the token after each [B,T], draft inputs [B,M,K], anchors [B,M] to [B,M,K,D]."""
+    def _unroll(self, features: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
+        """features [B,T,F] and tokens [B,T+K] to states [B,M,K,D] of the layout's anchors."""
 
     @abstractmethod
     def new_state(self, batch_size: int) -> State:
@@ -115,7 +161,7 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
-        """Logits [B,Vd] of draft position k = 1, 2, …, asked in order after an `ingest`.
+        """Logits [B,Vd] of draft position k = 1, 2, …, asked in order after an `ingest`; k = 1 begins a draft anew.
 
         `previous` [B] is the token just drafted; at k = 1 it is already ingested and ignored.
         """

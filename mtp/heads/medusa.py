@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp.config import HeadsConfig
-from mtp.heads.interface import Heads, State
+from mtp.heads.interface import Heads, Layout, State
 from mtp.targets import take_anchors
 
 
@@ -43,15 +43,13 @@ class MedusaHeads(Heads):
     """See the module. Reads one feature layer; trainable parameters: K * n * (D^2 + D)."""
 
     def __init__(self, config: HeadsConfig) -> None:
-        if len(config.feature_layers) != 1:
-            raise ValueError(f"medusa heads read one feature layer, not {len(config.feature_layers)}")
         super().__init__(config)
         self.heads = nn.ModuleList(
             ResidualHead(config.hidden_size, config.num_layers) for _ in range(config.draft_length)
         )
 
-    def _unroll(self, features: Tensor, next_tokens: Tensor, inputs: Tensor, anchors: Tensor) -> Tensor:
-        picked = take_anchors(features, anchors)
+    def _unroll(self, features: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
+        picked = take_anchors(features, layout.anchors)
         return torch.stack([head(picked) for head in self.heads], dim=2)
 
     def new_state(self, batch_size: int) -> MedusaState:

@@ -7,61 +7,22 @@ At anchor t, draft position k reads token x_{t+k} and the state g^{k-1}; g^0 = f
 
 Attention at draft position k sees the first-position keys of anchors <= t and the anchor's own keys of positions 2…k,
 in training as in decoding. Sources: EAGLE-3, arXiv 2503.01840 (block, feature fusion, training-time test) and FastMTP,
-arXiv 2509.18362 (one block shared by all positions).
+arXiv 2509.18362 (one block shared by all positions). With `eagle31_norms` each feature layer has a norm of its own
+before fc, and the next position goes on from norm(g^k).
 
 Shapes: B batch, T position, M anchors, K draft position, D hidden, H query heads, J key-value heads, G = H / J, E head
 size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from mtp.config import BlockShape, HeadsConfig
-from mtp.heads.interface import Heads, State
-from mtp.targets import take_anchors
-
-
-class FusedAttention(nn.Module):
-    """Grouped-query attention over inputs of width 2D with rotary positions; keys are never repeated."""
-
-    def __init__(self, size: int, shape: BlockShape) -> None:
-        super().__init__()
-        self.shape = shape
-        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * size, width, bias=False)
-        self.k_proj = nn.Linear(2 * size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, size, bias=False)
-
-    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """[B,M,2D] at positions [B,M] to [B,M,J,G,E]."""
-        heads = self.q_proj(inputs).unflatten(-1, (self.shape.num_attention_heads, self.shape.head_dim))
-        rotated = rotate(heads, positions, self.shape.rope_theta)
-        batch, length = inputs.shape[:2]
-        return rotated.view(batch, length, self.shape.num_key_value_heads, -1, self.shape.head_dim)
-
-    def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B,T,2D] at positions [B,T] to keys and values, each [B,T,J,E]."""
-        split = (self.shape.num_key_value_heads, self.shape.head_dim)
-        keys = rotate(self.k_proj(inputs).unflatten(-1, split), positions, self.shape.rope_theta)
-        return keys, self.v_proj(inputs).unflatten(-1, split)
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """[B,M,J,G,E] to [B,M,D]."""
-        projected: Tensor = self.o_proj(mixed.flatten(2))
-        return projected
-
-
-def rotate(heads: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of heads [B,T,H,E] at positions [B,T], pairs (i, i + E/2). Su et al., arXiv 2104.09864."""
-    half = heads.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=heads.device, dtype=torch.float32) / half)
-    angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(2)
-    cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
-    first, second = heads[..., :half], heads[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+from mtp.config import HeadsConfig
+from mtp.heads.blocks import Attention, KeyValues, Mlp, add_mlp, make_norm
+from mtp.heads.interface import Heads, Layout, State
+from mtp.targets import draft_inputs, take_anchors
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -82,78 +43,82 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, own: 
     return mixed
 
 
-class Mlp(nn.Module):
-    """down(SiLU(gate x) * up x)."""
-
-    def __init__(self, size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return down
-
-
 @dataclass
 class RecurrentState(State):
-    """Keys and values [B,capacity,J,E] of the `length` verified anchors, and the state the next draft starts from.
+    """Keys and values of the `length` verified anchors, and the state drafts start from.
 
-    `hidden` [B,1,D] is g of the latest draft position; drafts write behind `length` and are overwritten by `ingest`.
+    `first` [B,1,D] is g^1 of the last verified anchor, `latest` that of the latest draft position; drafts write behind
+    `length` and are overwritten by `ingest`.
     """
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    cache: KeyValues = field(default_factory=KeyValues)
     length: int = 0
-    hidden: Tensor | None = None
+    first: Tensor | None = None
+    latest: Tensor | None = None
 
     def select(self, rows: Tensor) -> "RecurrentState":
-        keys, values, hidden = (None if x is None else x[rows] for x in (self.keys, self.values, self.hidden))
-        return RecurrentState(len(rows), keys, values, self.length, hidden)
+        first, latest = (None if x is None else x[rows] for x in (self.first, self.latest))
+        return RecurrentState(len(rows), self.cache.select(rows), self.length, first, latest)
 
 
 class RecurrentHeads(Heads):
-    """See the module. Trainable parameters: n_f D^2 + 2D (H + 2J) E + H E D + 3 D I + 4 D."""
+    """See the module. Trainable parameters: n_f D^2 + 2D (H + 2J) E + H E D + 3 D I + 4 D for a block of Llama's type;
+    in general n_f D^2 + `block_parameters` with inputs of 2D + 2 norms, and n_f norms more with `eagle31_norms`."""
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
         assert config.block is not None, "recurrent heads need the shape of their block"
-        size, eps = config.hidden_size, config.block.rms_norm_eps
+        size, shape = config.hidden_size, config.block
         self.fc = nn.Linear(config.feature_size, size, bias=False)
-        self.embed_norm = nn.RMSNorm(size, eps=eps)
-        self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.attention = FusedAttention(size, config.block)
-        self.mlp_norm = nn.RMSNorm(size, eps=eps)
-        self.mlp = Mlp(size, config.block.intermediate_size)
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.embed_norm = make_norm(size, shape)
+        self.hidden_norm = make_norm(size, shape)
+        self.attention = Attention(2 * size, size, shape)
+        self.mlp_norm = make_norm(size, shape)
+        self.mlp = Mlp(size, shape)
+        self.norm = make_norm(size, shape)
+        if config.eagle31_norms:
+            self.feature_norms = nn.ModuleList(make_norm(size, shape) for _ in config.feature_layers)
+
+    def read(self, features: Tensor) -> Tensor:
+        """What fc reads of features [...,F]: themselves, or each layer normalised."""
+        if not self.config.eagle31_norms:
+            return features
+        layers = features.chunk(len(self.feature_norms), dim=-1)
+        return torch.cat([norm(layer) for norm, layer in zip(self.feature_norms, layers, strict=True)], dim=-1)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """a = [norm_e(e(x)) ; norm_h(g)], embedding first: tokens [...], hidden [...,D] to [...,2D]."""
         return torch.cat([self.embed_norm(self.embed(tokens)), self.hidden_norm(hidden)], dim=-1)
 
     def _finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """g^k from g^{k-1} [B,M,D] and the attention's mix [B,M,J,G,E]."""
-        hidden = hidden + self.attention.output(mixed)
-        updated: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return updated
+        """The state to go on from, out of the one before [B,M,D] and the attention's mix [B,M,J,G,E]."""
+        updated = add_mlp(hidden, self.attention.output(mixed), self.mlp_norm, self.mlp)
+        return self._normalised(updated) if self.config.eagle31_norms else updated
 
-    def _unroll(self, features: Tensor, next_tokens: Tensor, inputs: Tensor, anchors: Tensor) -> Tensor:
-        fused = self.fc(features)
-        positions = torch.arange(fused.shape[1], device=fused.device).expand(fused.shape[:2])
-        shared_inputs = self._inputs(next_tokens, fused)
-        keys, values = self.attention.keys_values(shared_inputs, positions)
-        visible = positions.unsqueeze(1) <= anchors.unsqueeze(2)
-        hidden, current = take_anchors(fused, anchors), take_anchors(shared_inputs, anchors)
+    def _normalised(self, hidden: Tensor) -> Tensor:
+        normalised: Tensor = self.norm(hidden)
+        return normalised
+
+    def _output(self, hidden: Tensor) -> Tensor:
+        """What the output matrix reads of the state to go on from."""
+        return hidden if self.config.eagle31_norms else self._normalised(hidden)
+
+    def _unroll(self, features: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
+        fused, every = self.fc(self.read(features)), draft_inputs(tokens, self.config.draft_length)
+        shared_inputs = self._inputs(every[:, :, 0], fused)
+        keys, values = self.attention.keys_values(shared_inputs, layout.positions)
+        visible, places = layout.visible(), layout.places()
+        inputs = take_anchors(every, layout.anchors)
+        hidden, current = take_anchors(fused, layout.anchors), take_anchors(shared_inputs, layout.anchors)
         own: list[tuple[Tensor, Tensor]] = []
         states = []
         for step in range(self.config.draft_length):
             if step:
                 current = self._inputs(inputs[:, :, step], hidden)
-                own.append(self.attention.keys_values(current, anchors + step))
-            queries = self.attention.queries(current, anchors + step)
+                own.append(self.attention.keys_values(current, places + step))
+            queries = self.attention.queries(current, places + step)
             hidden = self._finish(hidden, attend(queries, keys, values, visible, own))
-            states.append(self.norm(hidden))
+            states.append(self._output(hidden))
         return torch.stack(states, dim=2)
 
     def new_state(self, batch_size: int) -> RecurrentState:
@@ -163,41 +128,28 @@ class RecurrentHeads(Heads):
         assert isinstance(state, RecurrentState)
         if not features.shape[1]:
             return
-        fused = self.fc(features.to(self.precision))
+        fused = self.fc(self.read(features.to(self.precision)))
         inputs = self._inputs(next_tokens, fused)
-        state.hidden = self._extend(state, inputs, fused[:, -1:], state.length)
+        state.first = self._extend(state, inputs, fused[:, -1:], state.length)
         state.length += features.shape[1]
 
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
         assert isinstance(state, RecurrentState)
-        assert state.hidden is not None, "ingest() at least one anchor before drafting"
-        if k > 1:
-            inputs = self._inputs(previous.unsqueeze(1), state.hidden)
-            state.hidden = self._extend(state, inputs, state.hidden, state.length + k - 2)
-        return self.project(self.norm(state.hidden[:, 0]))
+        assert state.first is not None, "ingest() at least one anchor before drafting"
+        if k == 1:
+            state.latest = state.first
+        else:
+            assert state.latest is not None, "draft positions are asked in order, from 1"
+            inputs = self._inputs(previous.unsqueeze(1), state.latest)
+            state.latest = self._extend(state, inputs, state.latest, state.length + k - 2)
+        return self.project(self._output(state.latest[:, 0]))
 
     def _extend(self, state: RecurrentState, inputs: Tensor, hidden: Tensor, start: int) -> Tensor:
         """Write keys of inputs [B,T,2D] at `start`, and return g [B,1,D] of the last one; only it needs a query."""
         batch, length = inputs.shape[:2]
-        end = start + length
-        positions = torch.arange(start, end, device=inputs.device).expand(batch, length)
-        keys, values = self.attention.keys_values(inputs, positions)
-        state.keys = write(state.keys, keys, start)
-        state.values = write(state.values, values, start)
+        positions = torch.arange(start, start + length, device=inputs.device).expand(batch, length)
+        keys, values = state.cache.write(*self.attention.keys_values(inputs, positions), start)
         queries = self.attention.queries(inputs[:, -1:], positions[:, -1:])
-        mixed = nn.functional.scaled_dot_product_attention(
-            queries[:, 0], state.keys[:, :end].transpose(1, 2), state.values[:, :end].transpose(1, 2)
-        )
+        # The G queries of a key-value head stand where SDPA expects positions, so that keys need no repeating.
+        mixed = nn.functional.scaled_dot_product_attention(queries[:, 0], keys.transpose(1, 2), values.transpose(1, 2))
         return self._finish(hidden, mixed.unsqueeze(1))
-
-
-def write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
-    """Put rows [B,T,...] at `start` of a buffer [B,capacity,...], which doubles when full; returns the buffer."""
-    end = start + rows.shape[1]
-    if buffer is None or end > buffer.shape[1]:
-        grown = rows.new_zeros(rows.shape[0], max(256, 2 * end), *rows.shape[2:])
-        if buffer is not None:
-            grown[:, :start] = buffer[:, :start]
-        buffer = grown
-    buffer[:, start:end] = rows
-    return buffer

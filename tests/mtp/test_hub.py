@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mtp.config import HeadsConfig
 from mtp.errors import UserError
 from mtp.hub import CONFIG, WEIGHTS, file_hash, load_heads, read_config, save_heads
-from tests.mtp.heads_toys import toy_heads
+from tests.mtp.heads_toys import KINDS, toy_heads
 
 VOCABULARY = torch.arange(0, 40, 2)
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return save_heads(toy_heads("recurrent", VOCABULARY).float(), tmp_path / "heads")
 
 
-@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY])
 def test_round_trip(kind: str, vocabulary: torch.Tensor | None, tmp_path: Path) -> None:
     heads = toy_heads(kind, vocabulary).float()

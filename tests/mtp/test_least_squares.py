@@ -1,12 +1,16 @@
 """The closed-form start: exact on a base that is linear, better than chance on a real one, and alive for training."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from mtp.config import BlockShape
+from mtp.errors import UserError
 from mtp.heads import RecurrentHeads
 from mtp.least_squares import Moments, reduced_rank, ridge, sharpest_pairs, start_from_states, unit
-from tests.mtp.heads_toys import D, K, V, toy_heads
+from tests.mtp.heads_toys import GPT2, NEOX, QWEN3, D, K, V, toy_heads
 
 RANK = 16  # of the toy block: 2 key-value heads of 8
 
@@ -29,8 +33,8 @@ def linear_base(length: int = 600) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tokens, torch.stack(states), embedding, mix
 
 
-def started(tokens: Tensor, states: Tensor, embedding: Tensor) -> RecurrentHeads:
-    heads = toy_heads("recurrent", feature_layers=(4,))
+def started(tokens: Tensor, states: Tensor, embedding: Tensor, **fields: object) -> RecurrentHeads:
+    heads = toy_heads("recurrent", feature_layers=(4,), **fields)
     assert isinstance(heads, RecurrentHeads)
     for norm in (heads.embed_norm, heads.hidden_norm):
         torch.nn.init.ones_(norm.weight)
@@ -54,14 +58,33 @@ def misfit(drafted: Tensor, wanted: Tensor) -> list[float]:
     return values
 
 
-def test_it_predicts_the_next_states_and_the_random_start_does_not() -> None:
+ROTATING_NEOX = replace(NEOX, rope_frequencies=(1.0, 0.0464, 0.00215))
+SHAPES: dict[str, dict[str, object]] = {
+    "Llama": {},
+    "Qwen3": {"block": replace(QWEN3, qkv_bias=True)},
+    "EAGLE-3.1": {"eagle31_norms": True},
+    "GPT-NeoX": {"block": ROTATING_NEOX},
+    "GPT-NeoX, EAGLE-3.1": {"block": ROTATING_NEOX, "eagle31_norms": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_predicts_the_next_states_and_the_random_start_does_not(shape: str) -> None:
     tokens, states, embedding, _ = linear_base()
-    close = misfit(*drafts(started(tokens, states, embedding), tokens, states))
+    close = misfit(*drafts(started(tokens, states, embedding, **SHAPES[shape]), tokens, states))
     random = toy_heads("recurrent", feature_layers=(4,))
     assert isinstance(random, RecurrentHeads)
     far = misfit(*drafts(random.bind(embedding, embedding), tokens, states))  # type: ignore[arg-type]
     assert max(close) < 0.05
     assert min(far) > 0.3
+
+
+@pytest.mark.parametrize("shape", [GPT2, NEOX])
+def test_blocks_that_cannot_tell_positions_apart_are_refused(shape: BlockShape) -> None:
+    heads = toy_heads("recurrent", block=shape)
+    assert isinstance(heads, RecurrentHeads)
+    with pytest.raises(UserError, match="rope_frequencies.*start_positions: 0"):
+        Moments(heads)
 
 
 def test_every_part_can_still_learn() -> None:
@@ -89,8 +112,8 @@ def test_ridge_and_reduced_rank_recover_a_map() -> None:
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(8, 1e4), (64, 1e4), (64, 1e5), (128, 5e5)])
 def test_the_own_position_always_scores_highest(head_dim: int, theta: float) -> None:
-    pairs, gap = sharpest_pairs(head_dim, theta)
     half = head_dim // 2
-    frequencies = theta ** (-torch.arange(pairs, dtype=torch.float64) / half)
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    pairs, gap = sharpest_pairs(frequencies)
     for distance in range(1, 2000):
-        assert pairs - float((distance * frequencies).cos().sum()) >= gap - 1e-9 > 0
+        assert pairs - float((distance * frequencies[:pairs]).cos().sum()) >= gap - 1e-9 > 0

@@ -5,8 +5,19 @@ import torch
 from torch import Tensor
 
 from mtp.errors import UserError
-from mtp.losses import DraftSums, LossOptions, acceptance, cross_entropy, draft_sums, kl_to_base, position_weights
+from mtp.losses import (
+    LossOptions,
+    LossWeights,
+    acceptance,
+    cross_entropy,
+    gradient,
+    kl_to_base,
+    lk_share,
+    losses,
+    position_weights,
+)
 from mtp.metrics import implied_accept_len
+from mtp.objective import DraftSums, LogitsTeacher, draft_sums, to_draft
 from mtp.targets import pad_for_drafts, plan_targets
 from tests.mtp.heads_toys import D, K, V, toy_heads
 
@@ -21,6 +32,7 @@ def batch(rows: int = 3, length: int = 10) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, supervised, torch.randn(rows, length, 3 * D, generator=generator).double()
 
 
+RUNNING = torch.linspace(0.1, 0.9, K)  # a running acceptance that `lk` goes by
 OUTPUT = torch.randn(V, D, generator=torch.Generator().manual_seed(4)).double()
 
 
@@ -28,14 +40,9 @@ def sums(tokens: Tensor, supervised: Tensor, features: Tensor, options: LossOpti
     plan = plan_targets(tokens, supervised, K)
     hidden = heads.unroll(features, pad_for_drafts(tokens, K), plan.anchors)  # type: ignore[attr-defined]
     states = features[..., :D].flatten(0, 1)
-    return draft_sums(
-        hidden,
-        plan,
-        heads.project,
-        lambda rows: states[rows] @ OUTPUT.T,
-        heads.draft_ids,
-        options,  # type: ignore[attr-defined]
-    )
+    teacher = LogitsTeacher(lambda rows: states[rows] @ OUTPUT.T, plan.teacher, heads.draft_ids)  # type: ignore[attr-defined]
+    targets = to_draft(plan.tokens, heads.draft_ids, V)  # type: ignore[attr-defined]
+    return draft_sums(hidden, plan, heads.project, teacher, targets, options, None, RUNNING)  # type: ignore[attr-defined]
 
 
 def slow_total(tokens: Tensor, supervised: Tensor, features: Tensor, options: LossOptions, heads: object) -> Tensor:
@@ -52,7 +59,10 @@ def slow_total(tokens: Tensor, supervised: Tensor, features: Tensor, options: Lo
                     continue
                 p = (features[b, t + k, :D] @ OUTPUT.T).softmax(-1)[ids]
                 log_q = logits[b, t, k - 1].log_softmax(-1)
-                total = total + weights[k - 1] * options.kl * (p * ((p / p.sum()).log() - log_q)).sum()
+                share = float(torch.exp(-3 * RUNNING[k - 1]))
+                kl, tv = options.kl + options.lk * share, options.tv + options.lk * (1 - share)
+                total = total + weights[k - 1] * kl * (p * ((p / p.sum()).log() - log_q)).sum()
+                total = total + weights[k - 1] * tv * (1 - torch.minimum(p, log_q.exp()).sum())
                 where = (ids == tokens[b, target]).nonzero()
                 if len(where):
                     total = total - weights[k - 1] * options.ce * log_q[where[0, 0]]
@@ -61,9 +71,15 @@ def slow_total(tokens: Tensor, supervised: Tensor, features: Tensor, options: Lo
 
 @pytest.mark.parametrize("kind", ["recurrent"])
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY])
-@pytest.mark.parametrize("chunk", [1, 4, 1000])
-def test_chunked_objective_and_gradient_equal_the_definition(kind: str, vocabulary: Tensor | None, chunk: int) -> None:
-    options = LossOptions(kl=0.7, ce=0.3, decay=0.8, chunk=chunk)
+@pytest.mark.parametrize(
+    "weights",
+    [{"kl": 0.7, "ce": 0.3}, {"kl": 0.0, "tv": 1.0}, {"kl": 0.0, "lk": 1.0}, {"kl": 0.1, "tv": 0.5, "lk": 2.0}],
+)
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_chunked_objective_and_gradient_equal_the_definition(
+    kind: str, vocabulary: Tensor | None, weights: dict[str, float], chunk: int
+) -> None:
+    options = LossOptions(**weights, decay=0.8, chunk=chunk)  # type: ignore[arg-type]
     data = batch()
     heads = toy_heads(kind, vocabulary)
     fast = sums(*data, options, heads).total
@@ -137,7 +153,18 @@ def test_implied_acceptance_length() -> None:
     assert implied_accept_len([0.5, 0.5]) == pytest.approx(1.75)
 
 
-@pytest.mark.parametrize("bad", [{"kl": -1.0}, {"kl": 0.0}, {"decay": 0.0}, {"decay": 1.5}, {"chunk": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"lk": float("nan")},
+        {"kl": -1.0},
+        {"kl": 0.0},
+        {"decay": 0.0},
+        {"decay": 1.5},
+        {"chunk": 0},
+        {"blend": (0.6, 0.2)},
+    ],
+)
 def test_bad_options_are_named(bad: dict[str, float]) -> None:
     with pytest.raises(UserError, match="loss."):
         LossOptions(**bad)  # type: ignore[arg-type]
@@ -148,3 +175,32 @@ def test_nothing_supervised_is_zero_and_has_a_gradient() -> None:
     result = sums(tokens, torch.zeros_like(supervised), features, LossOptions(), toy_heads("recurrent"))
     assert float(result.total) == 0.0
     result.total.backward()
+
+
+@pytest.mark.parametrize("name", ["kl", "ce", "tv", "lk"])
+def test_gradients_in_closed_form_are_those_of_the_values(name: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(5, K, 9, generator=generator).double().requires_grad_()
+    p = 0.8 * torch.randn(5, 9, generator=generator).double().softmax(-1)  # a fifth lies outside the draft vocabulary
+    targets, scale = torch.tensor([0, 3, -1, 8, 3]), torch.rand(5, K, generator=generator).double()
+    weights = LossWeights(**{name: 1.5})
+    found = losses(logits, p, targets, weights, RUNNING.double())
+    (found.loss * scale).sum().backward()
+    with torch.no_grad():
+        closed = gradient(found.q.detach().clone(), p, targets, weights, RUNNING.double(), scale)
+    assert logits.grad is not None
+    assert torch.allclose(closed, logits.grad, atol=1e-12)
+    wrong = gradient(found.q.detach().clone(), p.roll(1, -1), targets.roll(1), weights, RUNNING.double(), scale)
+    assert not torch.allclose(wrong, logits.grad, atol=1e-4)  # the comparison can tell
+
+
+def test_the_hybrid_goes_from_kl_to_the_rejection_rate() -> None:
+    assert lk_share(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([1.0, 0.0497871])
+
+
+def test_weights_go_over_to_the_final_ones_between_two_shares_of_training() -> None:
+    options = LossOptions(kl=1.0, final=LossWeights(tv=2.0), blend=(0.2, 0.6))
+    at = [options.at(progress) for progress in (0.0, 0.2, 0.4, 0.6, 1.0)]
+    assert [w.kl for w in at] == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0])
+    assert [w.tv for w in at] == pytest.approx([0.0, 0.0, 1.0, 2.0, 2.0])
+    assert LossOptions(final=LossWeights(ce=1.0)).at(0.5) == LossWeights(ce=1.0)  # a step where both shares are equal

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtp.errors import UserError
-from mtp.vocab import build_draft_vocab, coverage, vocab_hash
+from mtp.vocab import build_draft_vocab, coverage, unseen, vocab_hash
 
 COUNTS = torch.tensor([0, 5, 9, 0, 7, 7, 1, 0])
 
@@ -22,6 +22,14 @@ def test_coverage() -> None:
     assert coverage(COUNTS, torch.tensor([2, 4])) == pytest.approx(16 / 29)
     assert coverage(COUNTS, None) == 1.0
     assert coverage(torch.zeros(4, dtype=torch.long), torch.tensor([1])) == 1.0
+
+
+def test_weighted_counts_and_rows_never_seen() -> None:
+    weighted = COUNTS.double() * 0.25
+    assert build_draft_vocab(weighted, 3).tolist() == [2, 4, 5]
+    assert coverage(weighted, torch.tensor([2, 4])) == pytest.approx(16 / 29)
+    assert unseen(COUNTS, torch.tensor([0, 1, 2, 7])) == 0.5
+    assert unseen(weighted, torch.tensor([2, 6])) == 0.0
 
 
 def test_hash_names_the_ids_and_their_order() -> None:

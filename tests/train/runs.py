@@ -42,7 +42,12 @@ def job(folder: Path, family: str = "llama", **changes: object) -> Path:
             "optimizer": {"lr": 0.01},
             "decode": {"prompts": str(write_prompts(folder / "prompts.jsonl")), "limit": 2, "max_new_tokens": 8},
         },
-        "data": {"train": str(write_data(folder / "data.jsonl")), "val_size": 8, "batch_size": 4},
+        "data": {
+            "train": str(write_data(folder / "data.jsonl")),
+            "val_size": 8,
+            "batch_size": 4,
+            "cache_dir": str(folder / "tokens"),
+        },
         "trainer": {
             "max_steps": 6,
             "max_epochs": -1,

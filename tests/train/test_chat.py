@@ -11,7 +11,7 @@ from mtp.base import FrozenBase
 from mtp.errors import UserError
 from tests.tiny import tiny_tokenizer
 from train import chat
-from train.chat import CUT, LOST, Example, encode_records, show
+from train.chat import LOST, NO_PROMPT, NOTHING, Example, encode_records, show
 from train.records import Record, normalise
 from train.template import CHANGED, EMPTY, NO_ANSWER, REFUSED
 
@@ -186,18 +186,59 @@ def test_prompt_and_response_with_a_template_are_a_chat() -> None:
     assert a.supervised.equal(b.supervised)
 
 
-def test_cutting_is_on_the_right_and_what_keeps_nothing_is_counted() -> None:
+def test_what_is_too_long_is_cut_and_counted_without_losing_a_target() -> None:
     tokenizer = tiny_tokenizer()
     full = encode(TWO_TURNS, tokenizer)
-    first = int(full.supervised.nonzero()[0])
-    records = [record(TWO_TURNS, "d:1"), record({"text": "an ant"}, "d:2")]
-    examples, report = encode_records(records, tokenizer, max_length=first + 1)
-    assert examples[0].tokens.equal(full.tokens[: first + 1])
-    assert int(examples[0].supervised.sum()) == 1
-    assert (report.truncated, report.kept, report.dropped) == (1, 2, {})
-    examples, report = encode_records(records, tokenizer, max_length=first)
-    assert [e.where for e in examples] == ["d:2"]
-    assert (report.truncated, report.kept, report.dropped, report.first_dropped) == (0, 1, {CUT: 1}, {CUT: "d:1"})
+    records = [record(TWO_TURNS, "d:1"), record({"text": "an ant"}, "d:2"), record(TWO_TURNS[3:], "d:3")]
+    examples, report = encode_records(records, tokenizer, max_length=40)
+    assert (report.whole, report.kept, report.records) == (2, 3, 3)
+    assert (report.cut, report.sliced) == (0, 1)
+    assert max(map(len, examples)) == 40
+    assert report.examples == len(examples)
+    said = [spans(e, tokenizer) for e in examples if e.where == "d:1"]
+    assert "".join(text for window in said for text in window) == "the one in the inn." + END + "an ant." + END
+    assert sum(int(e.supervised.sum()) for e in examples if e.where == "d:1") == int(full.supervised.sum())
+
+
+def test_the_left_of_a_long_prompt_goes() -> None:
+    tokenizer = tiny_tokenizer()
+    messages = [{"role": "user", "content": "what is the inn? " * 20}, {"role": "assistant", "content": "an ant."}]
+    full = encode(messages, tokenizer)
+    examples, report = encode_records([record(messages)], tokenizer, max_length=50)
+    assert (report.whole, report.cut, report.sliced) == (0, 1, 0)
+    assert examples[0].tokens.equal(full.tokens[-50:])
+    assert spans(examples[0], tokenizer) == ["an ant." + END]
+
+
+def test_a_mask_of_ones_on_a_chat_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chat.encode_turns
+
+    def all_marked(records: Any, tokenizer: Any) -> Any:
+        turns = found(records, tokenizer)
+        for item in (item for items in turns for item in items):
+            item.spans[:] = [(0, len(item.ids))]
+        return turns
+
+    monkeypatch.setattr(chat, "encode_turns", all_marked)
+    with pytest.raises(UserError, match=NO_PROMPT):
+        encode(TWO_TURNS[1:3], tiny_tokenizer())
+    assert len(encode({"text": "an ant"}, tiny_tokenizer())) > 1  # a text is supervised whole
+
+
+def test_an_answer_before_any_prompt_is_context_only() -> None:
+    tokenizer = tiny_tokenizer()
+    example = encode([TWO_TURNS[2], *TWO_TURNS[3:]], tokenizer)
+    assert spans(example, tokenizer) == ["an ant." + END]
+    assert tokenizer.decode(example.tokens).startswith("<|im_start|>assistant\nthe one in the inn.")
+    with pytest.raises(UserError, match=NO_ANSWER):
+        encode([TWO_TURNS[2]], tokenizer)
+
+
+def test_a_text_of_one_token_has_no_target() -> None:
+    _, report = encode_records(
+        [record({"text": "a"}, "d:1"), record({"text": "an ant"})], tiny_tokenizer(), max_length=9
+    )
+    assert (report.dropped, report.first_dropped) == ({NOTHING: 1}, {NOTHING: "d:1"})
 
 
 def test_unusable_records_are_counted_with_their_reason_and_the_rest_is_kept() -> None:
@@ -223,10 +264,10 @@ def test_unusable_records_are_counted_with_their_reason_and_the_rest_is_kept() -
 
 def test_nothing_supervised_at_all_is_an_error() -> None:
     with pytest.raises(
-        UserError, match=r"nothing is supervised in any of 1 records \(no assistant turn: 1 \(first: d:1\)"
+        UserError, match=r"none of 1 records can be trained on \(no assistant turn after a prompt: 1 \(first: d:1\)"
     ):
         encode(TWO_TURNS[:2], tiny_tokenizer())
-    with pytest.raises(UserError, match="max_length is 1; allowed is 2 or more"):
+    with pytest.raises(UserError, match="data.max_length is 1; allowed is 2 or more"):
         encode(TWO_TURNS, tiny_tokenizer(), max_length=1)
 
 

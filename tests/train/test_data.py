@@ -8,8 +8,9 @@ import pytest
 
 from mtp.errors import UserError
 from tests.tiny import tiny_tokenizer
-from train.data import ChatDataModule, split_records
+from train.data import ChatDataModule
 from train.records import Record
+from train.sources import held_out, parse_mixture, without_prompts
 
 
 def text(content: str, where: str = "d:1") -> Record:
@@ -18,13 +19,12 @@ def text(content: str, where: str = "d:1") -> Record:
 
 def test_the_split_is_by_prompt_and_independent_of_order() -> None:
     records = [text(f"number {i % 30}", f"d:{i}") for i in range(90)]
-    train, val = split_records(records, 10)
-    assert {r.prompt_key for r in train}.isdisjoint(r.prompt_key for r in val)
-    assert len(train) + len(val) == 90
-    assert len(val) == 12  # whole prompts of three records
-    _, again = split_records(records[::-1], 10)
-    assert {r.prompt_key for r in again} == {r.prompt_key for r in val}
-    assert split_records(records, 0) == (records, [])
+    held = held_out(records, 10)
+    assert held == held_out(records[::-1], 10)
+    train = without_prompts(records, held)
+    assert {r.prompt_key for r in train}.isdisjoint(held)
+    assert 90 - len(train) == 12  # whole prompts of three records
+    assert held_out(records, 0) == set()
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -61,7 +61,7 @@ def test_options_take_effect(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     few = module(path, limit=7, val_size=2, max_length=30, val_batch_size=1)
     few.setup()
-    assert len(few.train_examples) + len(few.val_examples) == 7
+    assert (few.train_report.records, few.val_report.records) == (5, 2)
     assert max(map(len, few.train_examples)) == 30
     assert len(next(iter(few.val_dataloader()))["tokens"]) == 1
     orders = []
@@ -80,6 +80,93 @@ def test_validation_files_take_their_prompts_out_of_training(tmp_path: Path) -> 
     data = module(train, val=val, val_size=5)
     data.setup()
     assert (len(data.train_examples), len(data.val_examples), data.num_shared) == (19, 1, 1)
+
+
+def test_a_mixture_is_seen_by_weight(tmp_path: Path) -> None:
+    sources = {write(tmp_path / "a.jsonl", ROWS[:8]): 2.0, write(tmp_path / "b.jsonl", ROWS[8:]): 0.5}
+    data = module(sources, val_size=0, batch_size=1, max_length=64)
+    data.setup()
+    assert [(s.weight, s.report.records) for s in data.sources] == [(2.0, 8), (0.5, 12)]
+    assert data.train_report.records == 20
+    loader = data.train_dataloader()
+    first, second = ([b["tokens"][0].tolist() for b in loader] for _ in range(2))
+    assert len(first) == len(second) == 8 * 2 + 12 // 2
+    texts = [example.tokens.tolist() for example in data.train_examples]
+    padded = [text + [0] * (-len(text) % 8) for text in texts]
+    assert [first.count(text) for text in padded[:8]] == [2] * 8
+    assert [(first + second).count(text) for text in padded[8:]] == [1] * 12
+    even = module(list(sources), val_size=0, max_length=64)
+    even.setup()
+    assert even.train_examples[0].tokens.equal(data.train_examples[0].tokens)
+    counts = data.supervised_counts(64)
+    assert float(counts.sum()) == sum(s.weight * s.report.supervised_tokens for s in data.sources)
+    assert int(counts[tiny_tokenizer().eos_token_id]) == 8 * 2 + 12 // 2
+
+
+def test_packing_and_limit(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", ROWS)
+    data = module([path, other], val_size=4, max_length=128, batch_size=2, limit=12, packing=True)
+    data.setup()
+    assert [s.report.records for s in data.sources] == [10, 10]
+    batches = list(data.train_dataloader())
+    assert sum(int(b["segments"].max(dim=1).values.sum()) for b in batches) == 20
+    assert max(b["tokens"].shape[1] for b in batches) <= 128
+    assert all("segments" not in b for b in data.val_dataloader())
+    assert all("segments" not in b for b in module_batches(path))
+
+
+def module_batches(path: str) -> list[dict[str, Any]]:
+    data = module(path, val_size=0)
+    data.setup()
+    return list(data.train_dataloader())
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ({"a.jsonl": -1.0}, "data.train gives a.jsonl the weight -1.0; allowed is a number above 0"),
+        ({"a.jsonl": 0.0}, "the weight 0.0"),
+        ({"a.jsonl": float("nan")}, "the weight nan"),
+        ({"a.jsonl": float("inf")}, "the weight inf"),
+        ({}, "data.train is empty"),
+        ([], "data.train is empty"),
+        ("", "data.train has the source ''"),
+        (
+            ["a.jsonl", "b", "a.jsonl"],
+            r"names a.jsonl 2 times; name it once, with a weight: data.train: {a.jsonl: 2.0}",
+        ),
+        ('{"a.jsonl": "much"}', "allowed are one source, a list of them, or source: weight"),
+    ],
+)
+def test_impossible_mixtures(value: Any, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        ChatDataModule(value)
+    with pytest.raises(UserError, match=r"data.val is empty"):
+        parse_mixture([], "data.val")
+
+
+def test_the_base_must_be_able_to_read_the_examples(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    data = module(path, val_size=0)
+    data.set_tokenizer(tiny_tokenizer(), vocab_size=30)
+    with pytest.raises(UserError, match=r"hold token \d+, and the base has a vocabulary of 30"):
+        data.setup()
+    data.set_tokenizer(tiny_tokenizer(), vocab_size=64, context_length=20)
+    with pytest.raises(
+        UserError, match=r"data.max_length is 512 and the longest example has \d+ tokens; the base reads 20"
+    ):
+        data.setup()
+
+
+def test_tokens_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    first, second = (module(path, val_size=4, cache_dir=str(tmp_path / "tokens")) for _ in range(2))
+    first.setup()
+    second.setup()
+    assert "tokens kept in" in first.train_report.summary()
+    assert "tokens read from cache" in second.train_report.summary()
+    assert first.train_dataloader().state_dict() == second.train_dataloader().state_dict()
+    assert [e.where for e in first.val_examples] == [e.where for e in second.val_examples]
 
 
 def test_supervised_counts(tmp_path: Path) -> None:

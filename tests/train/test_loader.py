@@ -9,13 +9,12 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mtp.errors import UserError
 from train.chat import Example
-from train.loader import FixedLoader, ResumableLoader, collate, epoch_order, rank_share
+from train.loader import FixedLoader, ResumableLoader, collate
+from train.order import epoch_examples
 
 
 def example(length: int, first: int = 5) -> Example:
@@ -37,7 +36,7 @@ def firsts(batch: dict[str, Any]) -> list[int]:
 
 
 def test_collate_pads_on_the_right_to_a_multiple_of_eight() -> None:
-    batch = collate([example(3), example(9)], pad_id=1)
+    batch = collate([[example(3)], [example(9)]], pad_id=1)
     assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
         "tokens": ((2, 16), torch.long),
         "attention_mask": ((2, 16), torch.bool),
@@ -49,32 +48,15 @@ def test_collate_pads_on_the_right_to_a_multiple_of_eight() -> None:
     assert batch["supervised"][1, :9].tolist() == example(9).supervised.tolist()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(2, 50), min_size=1, max_size=120), st.integers(1, 9), st.integers(0, 5), st.integers(0, 3))
-def test_an_epoch_holds_every_index_once_in_full_batches(lengths: list[int], size: int, seed: int, epoch: int) -> None:
-    batches = epoch_order(lengths, size, seed=seed, epoch=epoch)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert [len(b) for b in sorted(batches, key=len, reverse=True)][:-1] == [size] * (len(batches) - 1)
-    assert batches == epoch_order(lengths, size, seed=seed, epoch=epoch)
-
-
-def test_order_depends_on_seed_and_epoch_and_saves_padding() -> None:
-    lengths = [(i * 37) % 400 + 10 for i in range(512)]
-    orders = [epoch_order(lengths, 8, seed=s, epoch=e) for s, e in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    padded = sum(max(lengths[i] for i in batch) * len(batch) for batch in orders[0])
-    assert padded < 1.15 * sum(lengths)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 7))
-def test_ranks_share_all_batches_and_get_equally_many(count: int, world_size: int) -> None:
-    batches = [[i] for i in range(count)]
-    shares = [rank_share(batches, rank, world_size) for rank in range(world_size)]
-    assert len({len(share) for share in shares}) == 1
-    seen = [i for share in shares for (i,) in share]
-    assert set(seen) == set(range(count))
-    assert len(seen) < count + world_size
+def test_packed_rows_name_their_examples() -> None:
+    rows = [[example(3), example(4, first=20), example(2, first=30)], [example(5, first=40)]]
+    batch = collate(rows, pad_id=1, packed=True)
+    assert batch["segments"].dtype == torch.long
+    assert batch["segments"].tolist() == [[1] * 3 + [2] * 4 + [3] * 2 + [0] * 7, [1] * 5 + [0] * 11]
+    assert batch["tokens"][0].tolist() == [5, 6, 7, 20, 21, 22, 23, 30, 31] + [1] * 7
+    for name, value in collate([[example(5, first=40)]], pad_id=1).items():
+        assert torch.equal(batch[name][1, :8], value[0]), name
+    assert torch.equal(batch["attention_mask"], batch["segments"] > 0)
 
 
 def test_loaders_know_their_length() -> None:
@@ -100,13 +82,14 @@ def test_the_fixed_loader_repeats_itself() -> None:
 # ---- resuming --------------------------------------------------------------------------------------------------------
 
 
+def endless(loader: ResumableLoader) -> Any:
+    while True:
+        yield from loader
+
+
 @pytest.mark.parametrize("stop", [0, 1, 4, 5, 6, 9, 10, 13])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_cursor_goes_on_where_it_was(stop: int, rank: int) -> None:
-    def endless(loader: ResumableLoader) -> Any:
-        while True:
-            yield from loader
-
     def new() -> ResumableLoader:
         return ResumableLoader(examples(37), 4, seed=3, rank=rank, world_size=2)
 
@@ -121,6 +104,39 @@ def test_the_cursor_goes_on_where_it_was(stop: int, rank: int) -> None:
     assert [firsts(b) for b in islice(endless(second), 20 - stop)] == straight[stop:]
 
 
+MIXED = {"parts": [(20, 0.3), (17, 1.5)], "row_length": 20}
+
+
+@pytest.mark.parametrize("stop", range(0, 24, 3))
+def test_a_packed_mixture_goes_on_where_it_was(stop: int) -> None:
+    """Epochs of packed rows differ in length, and passes need not end where they do."""
+
+    def new(rank: int = 1) -> ResumableLoader:
+        return ResumableLoader(examples(37), 2, seed=3, rank=rank, world_size=2, **MIXED)
+
+    straight = [b["tokens"].tolist() for b in islice(endless(new()), 24)]
+    assert all(len(list(new(rank))) == len(new()) for rank in (0, 1))
+    first, second = new(), new()
+    for _ in islice(endless(first), stop):
+        pass
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [b["tokens"].tolist() for b in islice(endless(second), 24 - stop)] == straight[stop:]
+    assert first.epoch > 0 or stop < 6
+
+
+def test_a_stream_of_packed_rows_holds_what_its_epochs_hold() -> None:
+    loader = ResumableLoader(examples(37), 2, seed=3, **MIXED)
+    seen: list[int] = []
+    for batch in endless(loader):
+        if loader.epoch == 3 or (loader.epoch, loader.batch) == (3, 0):
+            break
+        begins = batch["segments"].diff(dim=1, prepend=torch.zeros(len(batch["segments"]), 1).long()) > 0
+        seen += batch["tokens"][begins].tolist()
+    wanted = [100 * i for epoch in range(3) for i in epoch_examples(MIXED["parts"], seed=3, epoch=epoch)]
+    assert len(seen) > len(wanted) - 8  # all but the last batch of epoch 2
+    assert all(seen.count(i) <= wanted.count(i) for i in seen)
+
+
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
@@ -129,6 +145,8 @@ def test_the_cursor_goes_on_where_it_was(stop: int, rank: int) -> None:
         ({"batch_size": 5}, "batch_size was 4 and is 5"),
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"world_size": 2}, "world_size was 1 and is 2"),
+        ({"parts": [(5, 1.0), (15, 2.0)]}, "mixture was 20 × 1 and is 5 × 1, 15 × 2"),
+        ({"row_length": 30}, "row_length was 0 and is 30"),
     ],
 )
 def test_other_batches_are_refused_inside_an_epoch_and_allowed_between(changed: dict, complaint: str) -> None:

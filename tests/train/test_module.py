@@ -10,10 +10,10 @@ import torch
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.losses import LossOptions
-from tests.tiny import tiny_base
+from tests.tiny import exact_base, tiny_base
 from tests.train.runs import write_data
 from train.data import ChatDataModule
-from train.loader import Batch
+from train.loader import Batch, collate
 from train.module import HeadsModule
 from train.options import OptimizerOptions, learning_rate_share
 
@@ -79,6 +79,37 @@ def test_one_batch_of_four_equals_four_of_one(tmp_path: Path, data: ChatDataModu
     ):
         assert (one - other).abs().max() < 1e-6, name
         assert (one - before).abs().max() > 0, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["recurrent", "medusa"])
+def test_packed_and_padded_rows_have_the_same_loss_and_gradient(kind: str, family: str, data: ChatDataModule) -> None:
+    base = exact_base(family)
+    module = HeadsModule(heads=HeadsOptions(kind=kind, draft_length=3, draft_vocab_size=40))
+    module.attach(base)
+    module.build(data)
+    module.trained.double()
+    with torch.no_grad():  # away from a start at which much is zero
+        for parameter in module.trained.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    module.trained.bind(base.embedding, base.output_matrix)
+    found = []
+    examples = data.train_examples[:6]
+    for rows, packed in (([[e] for e in examples], False), ([examples[:3], examples[3:5], examples[5:]], True)):
+        module.zero_grad()
+        batch = collate(rows, pad_id=0, packed=packed)
+        sums = module.draft_sums(batch)
+        sums.total.backward()
+        gradient = torch.cat([p.grad.flatten() for p in module.trained.parameters() if p.grad is not None])
+        found.append((sums.detached(), gradient))
+        if packed:  # negative control: packed rows without their segments have another loss
+            del batch["segments"]
+            mixed = module.draft_sums(batch).detached()
+            assert abs(float(mixed.total - sums.detached().total)) > 1e-3
+    (padded, one), (packed_sums, other) = found
+    for name, value in vars(padded).items():
+        assert torch.as_tensor(value).double().allclose(torch.as_tensor(getattr(packed_sums, name)).double()), name
+    assert float((one - other).norm() / one.norm()) < 1e-6
 
 
 def test_training_leaves_the_base_bit_identical(tmp_path: Path, data: ChatDataModule) -> None:

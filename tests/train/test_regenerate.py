@@ -2,21 +2,28 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from decode.batch import Progress, decode_many
 from decode.prompts import read_prompts
 from decode.text import encode
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.sampling import SamplingConfig, to_probs
-from tests.tiny import CONTEXT, exact_base, tiny_base, tiny_tokenizer
+from tests.tiny import CONTEXT, exact_base, save_tiny, tiny_base, tiny_tokenizer
 from train import regenerate as module
 from train.answers import AnswerFile
+from train.cli import main
 from train.records import read_records
 from train.regenerate import TOO_LONG, UNKNOWN, RegenerateReport, regenerate
 from train.template import REFUSED
@@ -145,31 +152,57 @@ def test_defaults_of_the_model_do_not_shape_answers(base: FrozenBase, whole: Pat
 def test_a_killed_run_is_continued_to_the_same_file(
     base: FrozenBase, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in the second batch, with half a line on disk as after a kill inside a write."""
-    out, answer, calls = tmp_path / "d.jsonl", module._answer, []
+    """Stopped after some answers, with half a line on disk as after a kill inside a write."""
+    out = tmp_path / "d.jsonl"
 
-    def dies(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return answer(*args)
+    def dies(*args: Any, **options: Any) -> Iterator[Progress]:
+        written = 0
+        for step in decode_many(*args, **options):
+            yield step
+            written += len(step.finished)
+            if written >= 4:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_answer", dies)
+    monkeypatch.setattr(module, "decode_many", dies)
     with pytest.raises(KeyboardInterrupt):
         run(base, out)
     monkeypatch.undo()
-    assert len(rows(out)) == 4
+    kept = rows(out)
+    assert 4 <= len(kept) < 8, "what was done before it stopped is kept"
     with out.open("a") as file:
         file.write('{"messages": [{"role": "user", "con')
     seen: list[tuple[int, int, int]] = []
     report = run(base, out, on_progress=lambda *now: seen.append(now))
-    assert (report.written, report.found) == (6, 4)
+    assert (report.written, report.found) == (10 - len(kept), len(kept))
     assert rows(out) == rows(whole)
-    assert seen[0][:2] == (4, 10)
+    assert seen[0][0] >= len(kept)
+    assert {total for _, total, _ in seen} == {10}
+    assert [s[0] for s in seen] == sorted(s[0] for s in seen)
     assert seen[-1] == (10, 10, report.tokens)
     assert [s[2] for s in seen] == sorted(s[2] for s in seen)
     assert run(base, out).written == 0
     assert rows(out) == rows(whole)
+
+
+def test_kill_9_in_the_middle(tmp_path: Path) -> None:
+    """A process that is killed once it has written something leaves whole lines, which the next run leaves alone."""
+    out, prompts = tmp_path / "d.jsonl", tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(400)))
+    arguments = ["regenerate", "--base", str(save_tiny("llama", tmp_path / "llama")), "--prompts", str(prompts)]
+    arguments += ["--out", str(out), "--max-new-tokens", "40", "--temperature", "1", "--batch-size", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.stat().st_size > 2000) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = out.read_text().rpartition("\n")[0]
+    assert 0 < before.count("\n") + 1 < 400, "the kill came too late to test anything"
+    assert main([*arguments, "--batch-size", "64"]) == 0
+    assert out.read_text().startswith(before)
+    assert [row["index"] for row in rows(out)] == list(range(400))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 40])

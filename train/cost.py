@@ -1,0 +1,129 @@
+"""What training costs: floating-point operations against the machine's measured peak, and memory before it is used.
+
+Knows: how to count and to measure. Refuses to know: what is trained, beyond its sizes.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mtp.base import FrozenBase
+from mtp.errors import UserError
+from mtp.heads import Heads
+
+SIDE = 1536  # of the square matrices that the peak is measured with: large enough for every cache to matter
+SPARE = 0.9  # of the free memory that an estimate may fill
+
+
+@torch.no_grad()
+def matrix_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4) -> float:
+    """Floating-point operations per second of the best matrix product within some tenths of a second."""
+    a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until or best == float("inf"):
+        _wait(device)
+        began = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * SIDE**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def count_flops(work: Callable[[], object]) -> int:
+    """Operations of the matrix products in `work`, its backward passes included."""
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return int(counter.get_total_flops())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate in bytes: what stays, and what one token of a batch adds."""
+
+    fixed: int
+    per_token: int
+
+    def of(self, tokens: int) -> int:
+        """Bytes with so many tokens in a batch."""
+        return self.fixed + self.per_token * tokens
+
+
+def estimate_memory(base: FrozenBase, heads: Heads, length: int, chunk: int, states: int = 2) -> Memory:
+    """Memory of training on rows of `length` tokens; `states`: numbers an optimiser keeps per parameter.
+
+    Per token and draft position the heads keep what their backward pass needs: about 8 D + 5 I numbers, and 3 scores
+    per query head and visible token. The loss holds one chunk of logits, of q, of p and of their gradient. Checked
+    against measured peaks in the tests: it is meant to err upwards.
+    """
+    config, size = heads.config, base.hidden_size
+    parameters = sum(p.numel() for p in heads.parameters())
+    weights = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    copied = 0 if config.draft_vocab_size is None else config.proposals * size * 4
+    loss = chunk * (5 * config.draft_length * config.proposals + 3 * base.vocab_size) * 4
+    block = config.block
+    step = 18 * size if block is None else 8 * size + 5 * block.intermediate_size
+    step += 0 if block is None else 3 * block.num_attention_heads * length
+    per_token = 4 * (config.draft_length * step + 3 * config.feature_size + 12 * size)
+    runtime = 600 * 2**20  # interpreter, libraries, and buffers of the matrix products
+    return Memory(runtime + weights + copied + parameters * 4 * (2 + states) + loss, per_token)
+
+
+def check_memory(memory: Memory, batch_size: int, length: int, free: int | None) -> str:
+    """The estimate in words; UserError with a batch size that fits where it does not."""
+    needed = memory.of(batch_size * length)
+    if free is not None and needed > SPARE * free:
+        fits = int((SPARE * free - memory.fixed) / (memory.per_token * length))
+        remedy = (
+            f"set data.batch_size to {fits} (and trainer.accumulate_grad_batches to {-(-batch_size // fits)})"
+            if fits
+            else "lower data.max_length or use a smaller base"
+        )
+        raise UserError(
+            f"data.batch_size {batch_size} × data.max_length {length} needs about {needed / 1e9:.1f} GB of memory and "
+            f"{free / 1e9:.1f} GB are free; {remedy}."
+        )
+    return f"memory: about {needed / 1e9:.1f} GB at {batch_size} × {length} tokens"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, or None where nobody tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    known = [_available(Path("/proc/meminfo")), _group_limit(Path("/sys/fs/cgroup"))]
+    return min((value for value in known if value is not None), default=_physical())
+
+
+def _available(path: Path) -> int | None:
+    try:
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _group_limit(folder: Path) -> int | None:
+    """What a control group (a container) has left."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        return None if limit == "max" else int(limit) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _physical() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None

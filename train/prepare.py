@@ -1,0 +1,111 @@
+"""What happens before the first training step: loading, telling, estimating, testing.
+
+Knows: the order of these steps and what to say of each. Refuses to know: command lines, and how any step works.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import lightning
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp.base import FrozenBase
+from train.console import COLUMNS, load_base
+from train.cost import check_memory, estimate_memory, free_memory, matrix_peak
+from train.data import ChatDataModule
+from train.feature_store import FeatureStore
+from train.inspect import vocab_warning
+from train.module import HeadsModule
+from train.run import interactive
+from train.self_test import run_self_tests
+
+
+def prepare(
+    trainer: lightning.Trainer, model: HeadsModule, data: ChatDataModule, folder: Path, home: Path, console: Console
+) -> None:
+    """Load base and data, build the heads, and show, estimate and test what will be trained. UserError where it cannot
+    work."""
+    base = load_base(model.base_options, str(trainer.strategy.root_device), console)
+    model.attach(base)
+    data.set_tokenizer(base.tokenizer, vocab_size=base.vocab_size, context_length=base.context_length)
+    if data.packing:
+        base.require_packing()
+    data.setup("fit")
+    model.build(data)
+    model.on_start = starting_bar(console)
+    introduce(model, data, folder, base, console)
+    console.print(check_size(model, data, base), highlight=False, soft_wrap=True)
+    for line in run_self_tests(base, model.trained, next(iter(data.train_dataloader()))):
+        console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
+    if model.feature_options.keep:
+        model.store = keep_features(model, data, base, home, console)
+    model.peak = matrix_peak(base.device, base.dtype)
+
+
+def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: FrozenBase, console: Console) -> None:
+    """Say what will be trained on what, and show one example with its mask."""
+    say, heads = console.print, model.trained
+    count = sum(p.numel() for p in heads.parameters())
+    say(
+        f"run {folder}: {heads.config.kind} heads ({count / 1e6:.1f} M parameters) for {base.name} "
+        f"({base.num_layers} layers, {base.dtype}, {base.device})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    say(data.train_report.summary(), highlight=False, markup=False)
+    if data.val_report is not None:
+        say(f"validation: {data.val_report.summary()}", highlight=False, markup=False)
+    warning = None
+    if heads.draft_ids is not None:
+        warning = vocab_warning(data.supervised_counts(base.vocab_size), heads.draft_ids)
+    if warning:
+        say(f"warning: {warning}", highlight=False, markup=False)
+    say("first example, supervised tokens between ⟦ and ⟧:", highlight=False)
+    say(data.preview()[0], highlight=False, markup=False)
+
+
+def check_size(model: HeadsModule, data: ChatDataModule, base: FrozenBase) -> str:
+    """The memory estimate for the longest batch that can come. UserError where it does not fit."""
+    longest = min(data.max_length, max(map(len, data.train_examples)))
+    length = data.max_length if data.packing else longest
+    states = 2 if model.optimizer_options.kind == "adamw" else 1
+    memory = estimate_memory(base, model.trained, length, model.loss_options.chunk, states)
+    free = free_memory(base.device)
+    held = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    return check_memory(memory, data.batch_size, length, None if free is None else free + held)
+
+
+def keep_features(
+    model: HeadsModule, data: ChatDataModule, base: FrozenBase, home: Path, console: Console
+) -> FeatureStore:
+    """The store of the training examples, built as far as it is not there yet."""
+    options = model.feature_options
+    if options.dir is None:
+        options = replace(options, dir=str(home / "features"))
+    store = FeatureStore(data.train_examples, base, model.trained.config.feature_layers, options)
+    store.check_space()
+    size, missing = store.size() / 1e9, len(store.missing())
+    told = "all there" if not missing else f"{missing} files to write"
+    console.print(f"features: {size:.2f} GB in {store.folder}, {told}", highlight=False, soft_wrap=True)
+    with Progress(*COLUMNS, console=console, disable=not interactive(), transient=True) as progress:
+        task = progress.add_task("features", total=missing)
+        store.build(on_progress=lambda done, total: progress.update(task, completed=done))
+    return store
+
+
+def starting_bar(console: Console) -> Callable[[int, int], None]:
+    """A progress bar for the closed-form start; it stops by itself."""
+    progress = Progress(*COLUMNS, console=console, disable=not interactive(), transient=True)
+    task = progress.add_task("fitting the start")
+
+    def advance(done: int, total: int) -> None:
+        if not progress.live.is_started:
+            progress.start()
+        progress.update(task, completed=min(done, total), total=total)
+        if done >= total:
+            progress.stop()
+            console.print(f"start: fitted in closed form on {done:,} positions", highlight=False)
+
+    return advance
