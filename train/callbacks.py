@@ -1,12 +1,14 @@
-"""Callbacks of a run: the best heads on disk, and a line per validation on the console.
+"""Callbacks of a run: the best heads on disk, a line per validation on the console, and what training took.
 
 Knows: what a trained run leaves for people. Refuses to know: how anything is trained or measured.
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
@@ -42,12 +44,14 @@ class ExportHeads(lightning.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.best = 0.0
+        self.metrics: dict[str, float] = {}
+        """Step, and `val/` and `decode/` metrics, of the heads on disk; empty without validation."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best}
+        return {"best": self.best, "metrics": self.metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
+        self.best, self.metrics = state_dict["best"], state_dict.get("metrics", {})
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         value = float(trainer.callback_metrics.get(MONITOR, 0.0))
@@ -55,6 +59,9 @@ class ExportHeads(lightning.Callback):
             return
         self.best = value
         self._save(trainer, pl_module)
+        assert isinstance(pl_module, HeadsModule)
+        measured = {key: x for key, x in pl_module.latest.items() if key.startswith(("val/", "decode/"))}
+        self.metrics = {"step": trainer.global_step, **measured}
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if not self.best:
@@ -87,3 +94,46 @@ class ConsoleReport(lightning.Callback):
             highlight=False,
             soft_wrap=True,
         )
+
+
+class Tally(lightning.Callback):
+    """Tokens and seconds of training so far, in all sittings of a run. The closed-form start counts, validation and
+    what a killed run lost do not."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._before = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def _stop(self) -> None:
+        self._before, self._since = self.seconds, None
+
+    def _start(self) -> None:
+        self._since = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tokens, self._before = state_dict["tokens"], state_dict["seconds"]
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        self._start()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.tokens += int(torch.as_tensor(trainer.strategy.reduce(batch["attention_mask"].sum(), reduce_op="sum")))
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._start()
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from mtp.embedded import default_home
 from mtp.errors import UserError
-from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint
+from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, Tally
 from train.data import ChatDataModule
 from train.inspect import coloured, inspect_data, lines
 from train.module import HeadsModule
@@ -35,13 +36,15 @@ from train.run import (
     interactive,
     make_loggers,
     run_folder,
+    write_outcome,
     write_provenance,
 )
 
 BAD_INPUT, INTERRUPTED = 2, 130
 DESCRIPTION = """Train heads from a YAML file: mtp-train --config configs/demo.yaml.
 Look at its data without training: mtp-train inspect --config configs/demo.yaml.
-Let the base write training data: mtp-train regenerate --help."""
+Let the base write training data: mtp-train regenerate --help.
+Train several architectures and compare them: mtp-train compare --help."""
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
@@ -66,10 +69,12 @@ class TrainCLI(LightningCLI):
         options: RunOptions = self.config_init["run"]
         self.console = Console()
         self.folder = run_folder(options, self.config["ckpt_path"])
+        self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
         ours = [
             LastCheckpoint(self.folder, options.checkpoint_every),
-            ExportHeads(self.folder / "heads"),
+            self.export,
             ConsoleReport(self.console),
+            self.tally,
         ]
         with self.no_empty_run():
             return super().instantiate_trainer(
@@ -127,13 +132,18 @@ def main(args: Sequence[str] | None = None) -> int:
             run_regenerate(arguments[1:])
         elif arguments[:1] == ["inspect"]:
             run_inspect(arguments[1:])
+        elif arguments[:1] == ["compare"]:
+            from train.compare_cli import run_compare  # it trains by `fit` below
+
+            run_compare(arguments[1:])
         else:
             fit(arguments)
     except (UserError, ArgumentError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        resume = "the same command" if arguments[:1] == ["regenerate"] else "--ckpt_path <run>/checkpoints/last.ckpt"
+        again = arguments[:1] in (["regenerate"], ["compare"])
+        resume = "the same command" if again else "--ckpt_path <run>/checkpoints/last.ckpt"
         print(f"\ninterrupted; resume with {resume}", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as stop:  # --help
@@ -160,6 +170,7 @@ def fit(arguments: list[str]) -> Path:
         raise
     finally:
         finish_wandb(cli.trainer.loggers)
+    write_outcome(cli.folder, outcome(cli))
     conclude(cli)
     return cli.folder
 
@@ -184,6 +195,19 @@ def parse(arguments: list[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:
     except (ValueError, TypeError, MisconfigurationException) as error:
         # Lightning and YAML refuse bad values with exceptions of many kinds; their first line says what is wrong.
         raise UserError(f"the configuration cannot be used: {str(error).strip()}") from error
+
+
+def outcome(cli: TrainCLI) -> dict[str, Any]:
+    """What a finished training came to, for run.json."""
+    return {
+        "steps": cli.trainer.global_step,
+        "tokens_trained": cli.tally.tokens,
+        "seconds_training": round(cli.tally.seconds, 3),
+        "parameters": sum(p.numel() for p in cli.model.trained.parameters()),
+        "device": str(cli.model.base.device),
+        "threads": torch.get_num_threads(),
+        "best": cli.export.metrics or None,
+    }
 
 
 def write_config(cli: TrainCLI) -> None:

@@ -7,7 +7,6 @@ Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by 
 Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from decode import Decoder
 from decode.prompts import read_prompts
@@ -26,16 +24,17 @@ from mtp.config import HeadsConfig, HeadsOptions
 from mtp.errors import UserError
 from mtp.heads import Heads, RecurrentHeads
 from mtp.initialise import new_heads
-from mtp.least_squares import Moments, start_from_states
 from mtp.losses import LossOptions, LossWeights
 from mtp.objective import DraftSums, draft_sums, to_draft
-from mtp.targets import TargetPlan, neighbours, pad_for_drafts, plan_targets
+from mtp.targets import TargetPlan, pad_for_drafts, plan_targets
 from mtp.vocab import build_draft_vocab, coverage, vocab_hash
 from train.data import ChatDataModule
 from train.feature_store import FeatureOptions, FeatureStore
 from train.loader import Batch
+from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
+from train.start import start_heads
 from train.summary import decode_metrics, summarise
 from train.teaching import Lesson, from_base, from_store
 
@@ -74,23 +73,18 @@ class HeadsModule(lightning.LightningModule):
         self.base_options, self.heads_options = base, heads
         self.loss_options, self.optimizer_options, self.decode_options = loss, optimizer, decode
         self.feature_options, self.start_positions = features, start_positions
-        self.store: FeatureStore | None = None
-        self.peak: float | None = None  # operations per second; `train.prepare` measures it
-        self.on_start: Callable[[int, int], None] | None = None
-        self._base: FrozenBase | None = None
-        self.heads: Heads | None = None
-        self.vocab_coverage = 1.0
-        self._prompts = read_prompts(Path(decode.prompts), decode.limit) if decode.prompts else []
-        self.latest: dict[str, float] = {}
-        self._step: DraftSums | None = None
-        self._gradient: Tensor | None = None
-        self._counter: FlopCounterMode | None = None
-        self.flops_per_token: float | None = None
         self.register_buffer("running_alpha", torch.zeros(heads.draft_length))
-        self._grad_norm = 0.0
-        self._window: DraftSums | None = None
+        self.heads: Heads | None = None
+        self._base: FrozenBase | None = None
+        self._prompts = read_prompts(Path(decode.prompts), decode.limit) if decode.prompts else []
+        self.store: FeatureStore | None = None  # of the training examples; None runs the base in every step
+        self.on_start: Callable[[int, int], None] | None = None
+        self.vocab_coverage = 1.0
+        self.latest: dict[str, float] = {}
+        self.meter = Meter()
+        self._step: DraftSums | None = None
         self._validation: DraftSums | None = None
-        self._tokens, self._since = 0.0, time.monotonic()
+        self._grad_norm = 0.0
 
     # ---- set up ------------------------------------------------------------------------------------------------------
 
@@ -115,28 +109,11 @@ class HeadsModule(lightning.LightningModule):
             self.build(data)
         random = self.heads_options.init == "random"
         if isinstance(self.heads, RecurrentHeads) and random and self.start_positions and not self.trainer.ckpt_path:
-            self._start(self.heads, data)
+            start_heads(self.heads, self.base, data.train_dataloader(), self.start_positions, self.on_start)
 
     def build(self, data: ChatDataModule) -> None:
         """Make the heads for the attached base and a data module that is set up. UserError where they do not fit."""
         self.heads = new_heads(self.heads_options, self.base, self._draft_vocab(data))
-
-    def _start(self, heads: RecurrentHeads, data: ChatDataModule) -> None:
-        """The closed-form start; ranks agree afterwards because DDP and FSDP begin with the weights of rank 0."""
-        moments = Moments(heads)
-        tell = self.on_start or (lambda done, total: None)
-        for batch in data.train_dataloader():
-            tokens = batch["tokens"].to(self.base.device)
-            segments = batch["segments"].to(tokens.device) if "segments" in batch else None
-            here, after, next_tokens = neighbours(tokens, batch["supervised"].to(tokens.device), segments)
-            output = self.base.forward(tokens, feature_layers=heads.config.feature_layers, segments=segments)
-            features, states = output.features.flatten(0, 1), output.hidden.flatten(0, 1)
-            moments.add(features[here], states[here], next_tokens, states[after])
-            tell(min(moments.count, self.start_positions - 1), self.start_positions)
-            if moments.count >= self.start_positions:
-                break
-        start_from_states(heads, moments)
-        tell(moments.count, moments.count)
 
     def _draft_vocab(self, data: ChatDataModule) -> Tensor | None:
         size = self.heads_options.draft_vocab_size
@@ -164,8 +141,7 @@ class HeadsModule(lightning.LightningModule):
         lesson = self._lesson(batch, plan)
         padded = pad_for_drafts(tokens, heads.config.draft_length)
         hidden = heads.unroll(lesson.features, padded, plan.anchors, segments=segments)
-        if hidden.requires_grad:
-            hidden.register_hook(self._note_gradient)
+        self.meter.watch(hidden)
         return draft_sums(
             hidden,
             plan,
@@ -183,37 +159,24 @@ class HeadsModule(lightning.LightningModule):
             return from_store(self.store, batch, heads.draft_ids, self.base.vocab_size)
         return from_base(self.base, heads.config.feature_layers, batch, plan, heads.draft_ids)
 
-    def _note_gradient(self, slope: Tensor) -> None:
-        """Squared norm [K] of the objective's gradient to the heads' states: whether every head is being taught."""
-        squared = slope.detach().double().square().sum((0, 1, 3))
-        self._gradient = squared if self._gradient is None else self._gradient + squared
-
     def loss_weights(self) -> LossWeights:
         """The weights of the losses at this moment of training."""
         steps = self.trainer.estimated_stepping_batches if self.loss_options.final else 1
         return self.loss_options.at(self.global_step / steps)
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if self.flops_per_token is None and self.peak is not None:
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
-
-    def _stop_counting(self, batch: Batch) -> None:
-        """One step tells the operations of all: what a token costs hardly differs between batches."""
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self.flops_per_token = self._counter.get_total_flops() / float(batch["attention_mask"].sum())
-            self._counter = None
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The objective as a sum. `on_before_optimizer_step` divides the gradient by the positions of all batches that
         went into the step, so that batch size, padding, accumulation and ranks do not change it."""
-        sums = self.draft_sums(batch)
+        with self.meter.counting():
+            sums = self.draft_sums(batch)
         seen = sums.detached()
         self._step = seen if self._step is None else self._step + seen
-        self._window = seen if self._window is None else self._window + seen
-        self._tokens += float(batch["attention_mask"].sum())
+        self.meter.add(seen, batch)
         return sums.total * self.trainer.accumulate_grad_batches  # Lightning divides by it
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.meter.counting():
+            super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._step is not None, "a step follows a batch"
@@ -225,30 +188,21 @@ class HeadsModule(lightning.LightningModule):
         slopes = [p.grad for p in self.trained.parameters() if p.grad is not None]
         self._grad_norm = float(torch.nn.utils.get_total_norm(slopes))
         alpha = (seen.alpha / seen.count.clamp(min=1)).to(self.running_alpha)
-        self.running_alpha.lerp_(alpha, RUNNING_SHARE)
+        known = torch.where(seen.count > 0, alpha, self.running_alpha)  # no answer may have been long enough
+        self.running_alpha.lerp_(known, RUNNING_SHARE)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self._stop_counting(batch)
-        step, every = self.trainer.global_step, self.trainer.log_every_n_steps
+        self.meter.counted(batch)
         stepped = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
-        if self._window is None or not stepped or step % every:
+        if self.meter.sums is None or not stepped or self.trainer.global_step % self.trainer.log_every_n_steps:
             return
-        metrics = summarise(self._reduced(self._window), "train")
+        metrics = summarise(self._reduced(self.meter.sums), "train") | self.meter.metrics()
         metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
-        metrics["train/tokens_per_s"] = self._tokens / max(1e-9, time.monotonic() - self._since)
-        if self.peak is not None and self.flops_per_token is not None:
-            metrics["train/peak_share"] = self.flops_per_token * metrics["train/tokens_per_s"] / self.peak
         metrics["train/grad_norm"] = self._grad_norm
-        if self._gradient is not None:
-            norms = (self._gradient.sqrt() / float(self._window.positions.clamp(min=1))).tolist()
-            metrics |= {f"train/grad_norm/{k}": norm for k, norm in enumerate(norms, 1)}
         self._report(metrics)
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False)
         self.log("tok/s", metrics["train/tokens_per_s"], prog_bar=True, logger=False)
-        self._restart_window()
-
-    def _restart_window(self) -> None:
-        self._window, self._gradient, self._tokens, self._since = None, None, 0.0, time.monotonic()
+        self.meter.restart()
 
     # ---- validation --------------------------------------------------------------------------------------------------
 
@@ -268,8 +222,7 @@ class HeadsModule(lightning.LightningModule):
         for key in ("val/accept_len_implied", "val/loss", "decode/accept_len"):
             if key in metrics:
                 self.log(key, metrics[key], logger=False)
-        self._since = time.monotonic()
-        self._tokens = 0.0
+        self.meter.restart_clock()
 
     def decode(self) -> DecodeStats:
         """Decode the validation prompts with the engine that users decode with."""
@@ -310,9 +263,8 @@ class HeadsModule(lightning.LightningModule):
         """Take the draft vocabulary of the checkpoint; refuse heads of another shape or another base."""
         saved = HeadsConfig.from_json(checkpoint["heads_config"], "--ckpt_path")
         ours = self.trained.config
-        base = replace(
-            ours.base, name=saved.base.name, revision=saved.base.revision
-        )  # the fingerprint tells them apart
+        # A base may have been moved: its fingerprint says which it is.
+        base = replace(ours.base, name=saved.base.name, revision=saved.base.revision)
         if replace(saved, draft_vocab_hash=None) != replace(ours, draft_vocab_hash=None, base=base):
             raise UserError(
                 "--ckpt_path holds heads of another configuration or base than the config file; resume with the config "
@@ -329,4 +281,4 @@ class HeadsModule(lightning.LightningModule):
     def on_train_start(self) -> None:
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
         self.trained.bind(self.base.embedding, self.base.output_matrix)
-        self._restart_window()
+        self.meter.restart()

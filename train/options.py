@@ -37,6 +37,9 @@ class OptimizerOptions:
         betas: of AdamW.
         weight_decay: on matrices only.
         warmup: share of all optimiser steps that the warm-up takes.
+        decay: share of all optimiser steps, at the end, over which the rate falls; before, it stays at its peak. With 1
+            it falls from the warm-up on. A run of constant rate can be stopped, and resumed with `max_steps` set so that
+            the fall begins there.
         final_lr_share: learning rate after the last step, as a share of `lr`.
     """
 
@@ -45,14 +48,20 @@ class OptimizerOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: float = 0.04
+    decay: float = 1.0
     final_lr_share: float = 0.1
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(OptimizerOptions.__annotations__["kind"]):
             raise UserError(f"optimizer.kind is {self.kind!r}; allowed are adamw and muon.")
-        for name, good in (("lr", self.lr > 0), ("warmup", 0 <= self.warmup < 1)):
+        for name, good, allowed in (
+            ("lr", self.lr > 0, "above 0"),
+            ("warmup", 0 <= self.warmup < 1, "from 0 to below 1"),
+            ("decay", 0 <= self.decay <= 1, "from 0 to 1"),
+            ("final_lr_share", 0 <= self.final_lr_share <= 1, "from 0 to 1"),
+        ):
             if not good:
-                raise UserError(f"optimizer.{name} is {getattr(self, name)}; lr is above 0, warmup from 0 to below 1.")
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}; it must be {allowed}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,7 @@ def learning_rate_share(step: int, total: int, options: OptimizerOptions) -> flo
     warmup = math.ceil(options.warmup * total)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    falling = max(warmup, total - math.ceil(options.decay * total))
+    progress = min(1.0, max(0.0, (step - falling) / max(1, total - falling)))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return options.final_lr_share + (1 - options.final_lr_share) * cosine

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from decode.batch import Task
 from mtp.base import FrozenBase
@@ -104,14 +105,20 @@ def user_header(base: FrozenBase) -> tuple[list[int], tuple[int, ...]]:
             "give --prompts."
         )
     follows = list(tokenizer(after, add_special_tokens=False)["input_ids"])[:1]
-    marks = [token for token in follows if token in tokenizer.all_special_ids]
+    marks = _special_ids(tokenizer).intersection(follows)
     return header, tuple(dict.fromkeys([*base.eos_token_ids, *marks]))
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Named ones such as the end of a text, and those that are only marked as special, as most of templates are."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token for token, what in added.items() if what.special)}
 
 
 def _line(base: FrozenBase, task: Task, ids: Sequence[int], ends: Sequence[int]) -> dict[str, object]:
     text, stopped = answer_text(base, ids, ends)
     said = ids[:-1] if stopped else ids
-    special = any(token in base.tokenizer.all_special_ids or token >= len(base.tokenizer) for token in said)
+    special = not _special_ids(base.tokenizer).isdisjoint(said) or max(said, default=0) >= len(base.tokenizer)
     return {
         "messages": [{"role": "user", "content": text.strip()}],
         "temperature": task.temperature,

@@ -41,7 +41,7 @@ def prepare(
         console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
     if model.feature_options.keep:
         model.store = keep_features(model, data, base, home, console)
-    model.peak = matrix_peak(base.device, base.dtype)
+    model.meter.peak = matrix_peak(base.device, base.dtype)
 
 
 def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: FrozenBase, console: Console) -> None:

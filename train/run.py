@@ -87,6 +87,25 @@ def write_provenance(folder: Path, seed: int | None, command: list[str]) -> None
         "machine": platform.machine(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+    _write_record(folder, document)
+
+
+@rank_zero_only
+def write_outcome(folder: Path, outcome: dict[str, Any]) -> None:
+    """Add to run.json what training came to. Its key `tokens_trained` says that the run is finished."""
+    _write_record(folder, {**read_record(folder), **outcome})
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """run.json; empty where there is none that can be read."""
+    try:
+        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_record(folder: Path, document: dict[str, Any]) -> None:
     part = folder / "run.json.part"
     part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     part.replace(folder / "run.json")

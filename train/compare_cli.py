@@ -1,0 +1,127 @@
+"""`mtp-train compare`: train every config of a folder, decode with each, and show table and picture.
+
+Knows: the options, the console, and the files in --out. Refuses to know: how anything is trained, measured or drawn.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from decode.prompts import read_prompts
+from decode.report import Screen, as_json
+from decode.request import Request
+from mtp.base import FrozenBase
+from mtp.errors import UserError
+from train.compare import (
+    SEED,
+    TEMPERATURES,
+    Plan,
+    Results,
+    measure_all,
+    read_plans,
+    settings,
+    train_all,
+    write_whole,
+)
+from train.compare_picture import draw
+from train.compare_table import console_table, footer, markdown, row, with_block
+from train.console import load_base
+from train.options import BaseOptions
+
+PICTURE = Path("train/pictures/compare.png")  # of a README, beside it
+
+
+def compare_parser() -> ArgumentParser:
+    """Options of `mtp-train compare`."""
+    parser = ArgumentParser(
+        prog="mtp-train compare",
+        description="Trains each config of a folder on the same data, decodes with each, and writes compare.md, .json "
+        "and .png. Resumes where it stopped: what is trained or measured is not done again.",
+        exit_on_error=False,
+    )
+    add = parser.add_argument
+    add("--configs", type=Path, default=Path("configs/compare"), help="folder of YAML files, one per architecture")
+    add("--out", type=Path, default=Path("runs/compare"), help="folder for the runs, results.json and compare.*")
+    add("--prompts", type=Path, required=True, help="JSONL with prompt, messages or turns, to decode")
+    add("--limit", type=int | None, default=None, help="decode only the first so many prompts")
+    add("--max-new-tokens", type=int, default=64, help="per prompt")
+    add("--set", action="append", type=str, default=[], help="key=value for every config; may be repeated")
+    add("--readme", type=Path | None, default=None, help=f"put the table between its markers, the picture in {PICTURE}")
+    add("--json", action="store_true", help="the last line of stdout is one JSON document")
+    return parser
+
+
+def run_compare(arguments: list[str]) -> None:
+    """`mtp-train compare`."""
+    options = compare_parser().parse_args(arguments)
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True, markup=False)
+    prompts = read_prompts(options.prompts, options.limit)
+    request = Request(max_new_tokens=options.max_new_tokens, seed=SEED)
+    readme = None if options.readme is None else _read_readme(options.readme)
+    plans = read_plans(options.configs, options.out, options.set)
+    results = Results(options.out / "results.json")
+    train_all(plans, console.print)
+    base = _load_base(plans[0], console)
+    measured = measure_all(plans, base, prompts, request, results, console.print)
+    about = {"base": base.name, "data": _data(plans[0]), "prompts": str(options.prompts)}
+    document = make_document(plans, measured, {**about, **settings(base, prompts, request)})
+    _write(document, options, readme)
+    Screen(stderr=options.json, highlight=False).print(console_table(document))
+    console.print(footer(document))
+    console.print(f"written: {', '.join(str(options.out / f'compare.{kind}') for kind in ('md', 'json', 'png'))}")
+    if options.json:
+        print(as_json(document), flush=True)
+
+
+def _load_base(plan: Plan, console: Console) -> FrozenBase:
+    """The base of all configs, on the device that they train on."""
+    prefix = "model.base."
+    named = {key.removeprefix(prefix): value for key, value in plan.keys.items() if key.startswith(prefix)}
+    device = "cpu" if plan.keys["trainer.accelerator"] == "cpu" else "auto"
+    return load_base(BaseOptions(**named), device, console)
+
+
+def _data(plan: Plan) -> str:
+    """`data.train` in a few words: its files, with weights where there are some."""
+    train = plan.keys.get("data.train")
+    if train is None:  # a mapping, which flattening took apart
+        prefix = "data.train."
+        return ", ".join(f"{k.removeprefix(prefix)} × {v}" for k, v in plan.keys.items() if k.startswith(prefix))
+    return ", ".join(train) if isinstance(train, list) else str(train)
+
+
+def make_document(
+    plans: list[Plan], measured: dict[str, list[dict[str, Any]]], about: dict[str, Any]
+) -> dict[str, Any]:
+    """compare.json: a row for each config, decoding without heads, and what belongs to the figures."""
+    return {
+        "about": about,
+        "draft_length": plans[0].draft_length,
+        "temperatures": list(TEMPERATURES),
+        "rules": {f"{one['temperature']:g}": one["verify"] for one in measured[plans[0].name]},
+        "plain": measured[""],
+        "rows": [row(plan.name, plan.record, plan.keys["model.heads.kind"], measured[plan.name]) for plan in plans],
+    }
+
+
+def _read_readme(path: Path) -> str:
+    """The text of --readme, known to have a place for the table before anything is trained."""
+    if not path.is_file():
+        raise UserError(f"--readme {path} is not a file; name a Markdown file with the markers of a comparison.")
+    text = path.read_text(encoding="utf-8")
+    with_block(text, "", str(path))
+    return text
+
+
+def _write(document: dict[str, Any], options: Namespace, readme: str | None) -> None:
+    table, picture = markdown(document), draw(document)
+    write_whole(options.out / "compare.json", f"{json.dumps(document, indent=2, ensure_ascii=False)}\n".encode())
+    write_whole(options.out / "compare.md", table.encode())
+    write_whole(options.out / "compare.png", picture)
+    if readme is not None:
+        write_whole(options.readme.parent / PICTURE, picture)
+        block = f"{table}\n![Acceptance length over K, by architecture]({PICTURE.as_posix()})\n"
+        write_whole(options.readme, with_block(readme, block, str(options.readme)).encode())

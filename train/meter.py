@@ -1,0 +1,81 @@
+"""What happened since the last report of training: sums, gradients, tokens, seconds, and the machine's share in use.
+
+Knows: how a stretch of batches becomes metrics. Refuses to know: steps, ranks, and who reads the metrics.
+
+Shapes: B batch, M anchors, K draft position, D hidden.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mtp.objective import DraftSums
+from train.loader import Batch
+
+
+class Meter:
+    """Counts batches until `restart`.
+
+    `peak`: operations per second of the machine (`train.cost`); None measures no share of it. The operations are those
+    of the matrix products of base and heads in the first batch, forward and backward: what a token costs hardly differs
+    between batches.
+    """
+
+    def __init__(self) -> None:
+        self.peak: float | None = None
+        self.flops_per_token: float | None = None
+        self._flops = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new stretch."""
+        self.sums: DraftSums | None = None
+        self._slopes: Tensor | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Take time anew, as after something that is not training."""
+        self._tokens, self._since = 0.0, time.monotonic()
+
+    def add(self, sums: DraftSums, batch: Batch) -> None:
+        """Take in one batch and what came of it."""
+        self.sums = sums if self.sums is None else self.sums + sums
+        self._tokens += float(batch["attention_mask"].sum())
+
+    def watch(self, hidden: Tensor) -> None:
+        """Note the gradient that the heads' states [B,M,K,D] will get: whether every draft position is taught."""
+        if hidden.requires_grad:
+            hidden.register_hook(self._note)
+
+    def _note(self, slope: Tensor) -> None:
+        squared = slope.detach().double().square().sum((0, 1, 3))
+        self._slopes = squared if self._slopes is None else self._slopes + squared
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the operations inside, of the first batch only; end a batch by `counted`."""
+        if self.peak is None or self.flops_per_token is not None:
+            yield
+            return
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._flops += counter.get_total_flops()
+
+    def counted(self, batch: Batch) -> None:
+        """The operations counted so far were this batch's."""
+        if self._flops and self.flops_per_token is None:
+            self.flops_per_token = self._flops / float(batch["attention_mask"].sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens per second, the share of the peak, and per draft position the gradient's norm per supervised one."""
+        speed = self._tokens / max(1e-9, time.monotonic() - self._since)
+        found = {"train/tokens_per_s": speed}
+        if self.peak is not None and self.flops_per_token is not None:
+            found["train/peak_share"] = self.flops_per_token * speed / self.peak
+        if self._slopes is not None and self.sums is not None:
+            norms = (self._slopes.sqrt() / float(self.sums.positions.clamp(min=1))).tolist()
+            found |= {f"train/grad_norm/{k}": norm for k, norm in enumerate(norms, 1)}
+        return found
