@@ -8,8 +8,9 @@ warmed up once, takes its turn on every prompt, and its wall time includes the p
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,16 +40,19 @@ class Side:
     tokens: int = 0
     wall: float = 0.0
     stats: DecodeStats | None = None
+    by_category: dict[str, DecodeStats] = field(default_factory=dict)
 
-    def measure(self, ids: list[int], max_new_tokens: int) -> None:
+    def measure(self, ids: list[int], max_new_tokens: int, category: str | None = None) -> None:
         started = time.perf_counter()
         tokens, stats = self.run(ids, max_new_tokens)  # ends with the ids on the CPU, hence after the device
         self.wall += time.perf_counter() - started
         self.tokens += tokens
-        if stats and self.stats:
-            self.stats.merge(stats)
-        else:
-            self.stats = stats
+        if stats is None:
+            return
+        self.stats = self.stats or stats.empty()
+        self.stats.merge(stats)
+        if category is not None:
+            self.by_category.setdefault(category, stats.empty()).merge(stats)
 
     @property
     def tok_per_s(self) -> float:
@@ -68,6 +72,9 @@ class Side:
                 "seconds": seconds,
                 "rule_share": seconds["rule"] / max(self.wall - seconds["prefill"], 1e-9),
             }
+        if self.by_category:
+            lengths = {name: stats.accept_len for name, stats in sorted(self.by_category.items())}
+            report |= {"accept_len_by_category": lengths, "accept_len_category_mean": fmean(lengths.values())}
         return report | {"tok_per_s": self.tok_per_s, "tokens": self.tokens, "wall_seconds": self.wall}
 
 
@@ -78,8 +85,10 @@ def bench(
     heads_name: str,
     against: Sequence[str] = RIVALS,
     on_prompt: Callable[[], None] = lambda: None,
+    categories: Sequence[str | None] | None = None,
 ) -> dict[str, Any]:
-    """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt.
+    """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
+    one for each prompt, the acceptance length is told for each of them too, and as their mean.
 
     Raises UserError on settings that cannot be met, before anything is timed.
     """
@@ -88,10 +97,11 @@ def bench(
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
     for side in sides:
         side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
-    for index, (ids, budget) in enumerate(zip(encoded, budgets, strict=True)):
+    named = [None] * len(encoded) if categories is None else categories
+    for index, (ids, budget, category) in enumerate(zip(encoded, budgets, named, strict=True)):
         turn = index % len(sides)  # nobody is always first
         for side in sides[turn:] + sides[:turn]:
-            side.measure(ids, budget)
+            side.measure(ids, budget, category)
         on_prompt()
     return _report(decoder.base, request, sides, len(encoded), heads_name)
 

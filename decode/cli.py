@@ -21,7 +21,7 @@ from decode.check import NUM_FINDINGS, check
 from decode.decoder import Decoder, Result, Stream
 from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
-from decode.prompts import read_prompts
+from decode.prompts import read_categorised, read_prompts
 from decode.report import as_json, show_bench, show_findings, show_stats, tracked
 from decode.request import Request
 from decode.stats import DecodeStats
@@ -80,6 +80,7 @@ def build_parser() -> ArgumentParser:
     )
     _add_models(benchmark)
     _add_prompts(benchmark)
+    benchmark.add_argument("--per-category", type=int | None, help="only the first prompts of each `category`")
     benchmark.add_argument("--against", default=",".join(RIVALS), help="comma-separated, from: " + ", ".join(RIVALS))
     add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
@@ -176,10 +177,13 @@ def run_bench(options: Namespace) -> None:
         raise UserError("--heads is missing; name the folder of heads to measure.")
     against = [name for name in options.against.split(",") if name]
     request = read_request(options, seed=options.seed or 0)
-    prompts = _prompts(options)
+    if options.prompts is None:
+        raise UserError("prompts are missing; use --prompts FILE.")
+    found = read_categorised(options.prompts, options.limit, options.per_category)
+    prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
     decoder = _decoder(options)
     with tracked(len(prompts), "prompts") as advance:
-        report = bench(decoder, prompts, request, options.heads, against, advance)
+        report = bench(decoder, prompts, request, options.heads, against, advance, categories)
     show_bench(report, to_stderr=options.json)
     if options.json:
         _print_json(report)

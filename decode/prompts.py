@@ -1,9 +1,10 @@
-"""Prompt files: one JSON object per line, holding `prompt`, `messages` or `turns`.
+"""Prompt files: one JSON object per line, holding `prompt`, `messages` or `turns`, and maybe a `category`.
 
 Knows: the three forms and how to name a bad line. Refuses to know tokenizers.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,45 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     Of `turns`, a list of user messages, the first is used. UserError with file and line number on a line that is none
     of the forms, and on a file without prompts.
     """
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit is {limit}; use at least 1, or leave it out for all prompts.")
+    return [prompt for prompt, _ in read_categorised(path, limit)]
+
+
+def read_categorised(
+    path: Path, limit: int | None = None, per_category: int | None = None
+) -> list[tuple[Prompt, str | None]]:
+    """The same with the category of each, None where a line has none; at most `per_category` of every category."""
+    for option, value in (("--limit", limit), ("--per-category", per_category)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} is {value}; use at least 1, or leave it out for all prompts.")
     if not path.is_file():
         raise UserError(f"--prompts {path} is not a file; name a JSONL file with a prompt per line.")
-    prompts: list[Prompt] = []
+    prompts: list[tuple[Prompt, str | None]] = []
+    seen: Counter[str | None] = Counter()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if len(prompts) == limit:
                 break
             if line.strip():
-                prompts.append(_parse(line, f"--prompts {path}, line {number}"))
+                prompt, category = _parse(line, f"--prompts {path}, line {number}")
+                seen[category] += 1
+                if per_category is None or seen[category] <= per_category:
+                    prompts.append((prompt, category))
     if not prompts:
         raise UserError(f'--prompts {path} has no prompts; give at least one line such as {{"prompt": "Hello"}}.')
     return prompts
 
 
-def _parse(line: bytes, where: str) -> Prompt:
+def _parse(line: bytes, where: str) -> tuple[Prompt, str | None]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # JSON syntax, UTF-8, endless nesting
         raise UserError(f"{where} is not JSON ({error}); correct or remove the line.") from None
     record = record if isinstance(record, dict) else {}
+    category = record.get("category")
+    return _prompt(record, where), category if isinstance(category, str) else None
+
+
+def _prompt(record: dict[str, Any], where: str) -> Prompt:
     if _is_text(record.get("prompt")):
         return str(record["prompt"])
     turns, messages = record.get("turns"), record.get("messages")

@@ -76,7 +76,13 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
         ratio = f"{report['ratios'][side['name']]:.2f}×" if side["name"] in report["ratios"] else ""
         share = f"{side['rule_share']:.1%}" if "rule_share" in side else "-"
         table.add_row(side["name"], f"{side['tok_per_s']:.1f}", length, share, str(side["tokens"]), ratio)
-    Screen(stderr=to_stderr).print(table)
+    screen = Screen(stderr=to_stderr)
+    screen.print(table)
+    for side in report["results"]:
+        if side["name"] == "mtp" and "accept_len_by_category" in side:
+            lengths = ", ".join(f"{name} {value:.2f}" for name, value in side["accept_len_by_category"].items())
+            mean = side["accept_len_category_mean"]
+            screen.print(f"acceptance length, mean over categories {mean:.2f}: {lengths}", soft_wrap=True)
 
 
 def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_stderr: bool) -> None:

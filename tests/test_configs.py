@@ -8,12 +8,20 @@ from mtp.base import FrozenBase
 from mtp.hub import load_heads
 from tests.train.runs import read_metrics
 from train.cli import main
+from train.compare import read_plans
 
-CONFIGS = sorted(Path("configs").glob("*.yaml"))
+CONFIGS = sorted(Path("configs").glob("*.yaml")) + sorted(Path("configs/compare").glob("*.yaml"))
 
 
 def test_there_are_configs() -> None:
     assert "demo" in {path.stem for path in CONFIGS}
+    assert {"medusa", "hydra", "sequential", "parallel", "recurrent"} <= {path.stem for path in CONFIGS}
+
+
+def test_the_compared_configs_are_alike(tmp_path: Path) -> None:
+    plans = read_plans(Path("configs/compare"), tmp_path / "out")
+    assert {plan.name: plan.keys["model.heads.kind"] for plan in plans} == {plan.name: plan.name for plan in plans}
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

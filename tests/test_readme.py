@@ -41,6 +41,12 @@ def shortened(command: list[str]) -> list[str]:
     if program == "mtp-decode":
         limit = ["--limit", "2"] if "--limit" in arguments else []
         return [*arguments, "--max-new-tokens", "6", *limit]
+    if arguments[0] == "compare":
+        changes = [
+            f"{key.removeprefix('--')}={value}" for key, value in zip(FAST_FIT[::2], FAST_FIT[1::2], strict=True)
+        ]
+        sets = [part for change in [*changes, "model.heads.draft_length=1"] for part in ("--set", change)]
+        return [*arguments, *sets, "--max-new-tokens", "4", "--limit", "1"]
     if arguments[0] == "regenerate":
         return [*arguments, "--max-new-tokens", "4", "--limit", "3"]
     if "--ckpt_path" in arguments:  # goes on from step 2
@@ -62,6 +68,7 @@ def test_every_command_and_snippet_runs(tmp_path: Path, monkeypatch: pytest.Monk
             assert PROGRAMS[command[0]](shortened(command)) == 0, command
         seen.add(tuple(command[:2]))
     assert {("make", "demo"), ("make", "test"), ("mtp-decode", "bench"), ("mtp-train", "regenerate")} <= seen
+    assert ("mtp-train", "compare") in seen
     for snippet in blocks("python"):
         short = re.sub(r"max_new_tokens=\d+", "max_new_tokens=6", snippet)
         exec(compile(short, "README.md", "exec"), {})

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from mtp.hub import save_heads
 from train.module import HeadsModule
-
-MONITOR = "val/accept_len_implied"
+from train.run import read_record, write_outcome
+from train.summary import DECODED, MONITOR, best_line, doubt
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -46,26 +46,43 @@ class ExportHeads(lightning.Callback):
         self.best = 0.0
         self.metrics: dict[str, float] = {}
         """Step, and `val/` and `decode/` metrics, of the heads on disk; empty without validation."""
+        self.longest: dict[str, float] = {}
+        """Step and decoded acceptance length of the validation whose decoding committed most; may be another."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "metrics": self.metrics}
+        return {"best": self.best, "metrics": self.metrics, "longest": self.longest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What is on disk may be newer than the checkpoint, and is kept unless something better comes."""
         self.best, self.metrics = state_dict["best"], state_dict.get("metrics", {})
+        self.longest = state_dict.get("longest", {})
+        saved = read_record(self.folder.parent).get("best") or {}
+        if saved.get(MONITOR, 0.0) > self.best and self.folder.is_dir():
+            self.best, self.metrics = saved[MONITOR], saved
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        assert isinstance(pl_module, HeadsModule)
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        decoded = pl_module.latest.get(DECODED, 0.0)
+        if decoded > self.longest.get(DECODED, 0.0):
+            self.longest = {"step": trainer.global_step, DECODED: decoded}
         value = float(trainer.callback_metrics.get(MONITOR, 0.0))
-        if trainer.sanity_checking or trainer.state.fn != "fit" or value <= self.best:
+        if not value > self.best:  # nor is a NaN
             return
         self.best = value
-        self._save(trainer, pl_module)
-        assert isinstance(pl_module, HeadsModule)
         measured = {key: x for key, x in pl_module.latest.items() if key.startswith(("val/", "decode/"))}
-        self.metrics = {"step": trainer.global_step, **measured}
+        self.metrics = {"step": trainer.global_step, **measured, MONITOR: value}
+        self._save(trainer, pl_module)
+        write_outcome(self.folder.parent, {"best": self.metrics})
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if not self.best:
             self._save(trainer, pl_module)
+
+    def verdict(self) -> list[str]:
+        """What was measured of the heads on disk, and a warning where decoding does not bear out their choice."""
+        return [line for line in (best_line(self.metrics), doubt(self.metrics, self.longest)) if line]
 
     def _save(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, HeadsModule)
@@ -94,6 +111,10 @@ class ConsoleReport(lightning.Callback):
             highlight=False,
             soft_wrap=True,
         )
+        for export in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(export, ExportHeads) and export.metrics.get("step") == trainer.global_step:
+                for line in export.verdict()[1:]:
+                    self.console.print(line, highlight=False, soft_wrap=True)
 
 
 class Tally(lightning.Callback):

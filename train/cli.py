@@ -226,6 +226,8 @@ def quiet_lightning() -> None:
 def conclude(cli: TrainCLI) -> None:
     """Say where everything is and what to do next."""
     heads = cli.folder / "heads"
+    for line in cli.export.verdict():
+        cli.console.print(line, highlight=False, soft_wrap=True)
     cli.console.print(
         f"heads: {heads}\nmetrics: {cli.trainer.loggers[0].log_dir}/metrics.csv\n"
         f'decode: mtp-decode generate --heads {heads} --prompt "Why is the sky blue?"\n'

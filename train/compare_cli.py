@@ -15,19 +15,10 @@ from decode.report import Screen, as_json
 from decode.request import Request
 from mtp.base import FrozenBase
 from mtp.errors import UserError
-from train.compare import (
-    SEED,
-    TEMPERATURES,
-    Plan,
-    Results,
-    measure_all,
-    read_plans,
-    settings,
-    train_all,
-    write_whole,
-)
+from train.compare import Plan, read_plans, train_all
+from train.compare_measure import SEED, TEMPERATURES, Results, measure_all, settings, write_whole
 from train.compare_picture import draw
-from train.compare_table import console_table, footer, markdown, row, with_block
+from train.compare_table import console_tables, footer, markdown, row, with_block
 from train.console import load_base
 from train.options import BaseOptions
 
@@ -69,7 +60,7 @@ def run_compare(arguments: list[str]) -> None:
     about = {"base": base.name, "data": _data(plans[0]), "prompts": str(options.prompts)}
     document = make_document(plans, measured, {**about, **settings(base, prompts, request)})
     _write(document, options, readme)
-    Screen(stderr=options.json, highlight=False).print(console_table(document))
+    Screen(stderr=options.json, highlight=False).print(*console_tables(document))
     console.print(footer(document))
     console.print(f"written: {', '.join(str(options.out / f'compare.{kind}') for kind in ('md', 'json', 'png'))}")
     if options.json:

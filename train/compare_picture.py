@@ -44,8 +44,6 @@ def _draw_panel(axes: "Axes", document: dict[str, Any], temperature: float, top:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_LINE)
     axes.tick_params(length=0, labelsize=11, colors=_TEXT)
-    axes.grid(axis="y", color=_GRID, linewidth=1)
-    axes.set_axisbelow(True)
     rule = document["rules"][f"{temperature:g}"]
     heading, under = f"Temperature {temperature:g}", f"acceptance length τ with K drafts; rule {rule}; 1 without heads"
     axes.text(0, 1.125, heading, transform=axes.transAxes, size=14, weight="bold", color=_TEXT)
@@ -56,12 +54,14 @@ def _draw_panel(axes: "Axes", document: dict[str, Any], temperature: float, top:
     for index, ((name, values), y) in enumerate(zip(lines, places, strict=True)):
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         ks = range(1, len(values) + 1)
-        axes.plot(ks, values, marker=marker, color=colour, linewidth=2.2, markersize=6, markeredgecolor="white")
+        axes.plot(ks, values, marker=marker, color=colour, linewidth=2.2, markersize=7.5, markeredgecolor="white")
         x = last + 0.03 * max(1, last - 1)
         axes.text(x, y, f"{name} {values[-1]:.2f}", color=colour, size=12, weight="bold", va="center", parse_math=False)
     axes.set_xticks(range(1, last + 1), [f"K = {k}" for k in range(1, last + 1)])
-    axes.set_xlim(1 - 0.07 * max(1, last - 1), last + 0.42 * max(1, last - 1))
+    axes.set_xlim(1 - 0.07 * max(1, last - 1), last + 0.5 * max(1, last - 1))
     axes.set_ylim(bottom, ceiling)
+    heights = [tick for tick in axes.get_yticks() if bottom < tick <= ceiling]
+    axes.hlines(heights, axes.get_xlim()[0], last, color=_GRID, linewidth=1, zorder=0)  # not through the names
 
 
 def spread(values: list[float], gap: float) -> list[float]:

@@ -16,7 +16,7 @@ NO_HEADS = "none"
 
 
 def row(name: str, record: dict[str, Any], kind: str, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of one architecture; `record` is its run.json, `measured` come from `train.compare.measure`."""
+    """Figures of one architecture; `record` is its run.json, `measured` come from `train.compare_measure.measure`."""
     best = record.get("best") or {}
     count = max(one["draft_length"] for one in measured)
     alphas = [best.get(f"val/alpha/{k}") for k in range(1, count + 1)]
@@ -43,7 +43,8 @@ def fastest(measured: Sequence[dict[str, Any]], temperature: float) -> dict[str,
 
 def headings(document: dict[str, Any]) -> list[str]:
     """Column heads."""
-    ks = " / ".join(map(str, range(1, document["draft_length"] + 1)))
+    last = document["draft_length"]
+    ks = f"1…{last}" if last > 1 else "1"
     at = [f"T = {temperature:g}" for temperature in document["temperatures"]]
     return [
         "heads",
@@ -85,14 +86,19 @@ def footer(document: dict[str, Any]) -> str:
     about, first = document["about"], document["rows"][0]
     rules = ", ".join(f"{rule} at T = {t}" for t, rule in document["rules"].items())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    decoded_on, trained_on = _count(about["threads"], "thread"), _count(first["threads"], "thread")
     return (
-        f"{about['base']}, {about['dtype']}, {about['hardware']}, {about['threads']} threads. Each trained on "
+        f"{about['base']}, {about['dtype']}, {about['hardware']}, {decoded_on}. Each trained on "
         f"{first['tokens_trained']:,} tokens ({first['steps']:,} steps) of {about['data']}, on {first['device']} with "
-        f"{first['threads']} threads; minutes without validation and without the features that are kept on disk. α_k "
-        f"of the best validation. Decoding: {about['num_prompts']} prompts of {about['prompts']}, "
-        f"{about['max_new_tokens']} new tokens each, seed {about['seed']}, batch 1, one run; {rules}; tokens/s at the K "
-        f"that was fastest here, prefill included. {versions}."
+        f"{trained_on}; minutes without validation and without the features that are kept on disk. α_k of the best "
+        f"validation. Decoding: {_count(about['num_prompts'], 'prompt')} of {about['prompts']}, "
+        f"{about['max_new_tokens']} new tokens each, seed {about['seed']}, batch 1, one run; {rules}; tokens/s at "
+        f"the K that was fastest here, prefill included. {versions}."
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -102,13 +108,28 @@ def markdown(document: dict[str, Any]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{footer(document)}\n"
 
 
-def console_table(document: dict[str, Any]) -> Table:
-    """The same for a terminal."""
+def console_tables(document: dict[str, Any]) -> list[Table]:
+    """The same for a terminal, narrow enough for 80 columns: training, then decoding."""
+    ks = [str(k) for k in range(1, document["draft_length"] + 1)]
+    training = _table("heads", "parameters", "minutes", *(f"α_{k}" for k in ks))
+    decoding = _table("heads", "T", *(f"τ, K={k}" for k in ks), "tokens/s (K)")
+    for (name, parameters, minutes, *_), one in zip(cells(document), document["rows"], strict=False):
+        training.add_row(name, parameters, minutes, *(f"{alpha:.2f}" for alpha in one["alpha"]))
+    for name, measured in [
+        *((one["name"], one["measured"]) for one in document["rows"]),
+        (NO_HEADS, document["plain"]),
+    ]:
+        for temperature in document["temperatures"]:
+            fast = fastest(measured, temperature)
+            taus = [f"{tau:.2f}" for tau in lengths(measured, temperature)] if fast["draft_length"] else ["1"] * len(ks)
+            decoding.add_row(name, f"{temperature:g}", *taus, f"{fast['tok_per_s']:.1f} ({fast['draft_length']})")
+    return [training, decoding]
+
+
+def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for column in headings(document):
+    for column in columns:
         table.add_column(column, justify="left" if column == "heads" else "right")
-    for line in cells(document):
-        table.add_row(*line)
     return table
 
 

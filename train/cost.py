@@ -82,7 +82,7 @@ def check_memory(memory: Memory, batch_size: int, length: int, free: int | None)
     """The estimate in words; UserError with a batch size that fits where it does not."""
     needed = memory.of(batch_size * length)
     if free is not None and needed > SPARE * free:
-        fits = int((SPARE * free - memory.fixed) / (memory.per_token * length))
+        fits = max(0, int((SPARE * free - memory.fixed) / (memory.per_token * length)))
         remedy = (
             f"set data.batch_size to {fits} (and trainer.accumulate_grad_batches to {-(-batch_size // fits)})"
             if fits
@@ -117,8 +117,10 @@ def _group_limit(folder: Path) -> int | None:
     """What a control group (a container) has left."""
     try:
         limit = (folder / "memory.max").read_text().strip()
-        return None if limit == "max" else int(limit) - int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
+        used = int((folder / "memory.current").read_text())
+        parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else int(limit) - used + int(parts["inactive_file"])  # a cache, given back
+    except (OSError, KeyError, ValueError):
         return None
 
 

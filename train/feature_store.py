@@ -94,7 +94,15 @@ class FeatureStore:
         """Bytes that all files take together, near enough."""
         tokens = sum(map(len, self.examples))
         positions = sum(len(teacher_positions(example)) for example in self.examples)
-        return tokens * 2 * self.base.hidden_size * len(self.layers) + positions * 6 * self.options.top_k
+        kept = min(self.options.top_k, self.base.vocab_size)
+        return tokens * 2 * self.base.hidden_size * len(self.layers) + positions * 6 * kept
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            told = f"features.dir {self.options.dir}: {error.strerror}"
+            raise UserError(f"{told}; name a folder that can be written.") from None
 
     def missing(self) -> list[int]:
         """Shards that are not on disk yet."""
@@ -102,7 +110,7 @@ class FeatureStore:
 
     def check_space(self) -> None:
         """UserError unless the disk has room for what is missing."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         needed = self.size() * len(self.missing()) // max(1, self._count())
         free = shutil.disk_usage(self.folder).free
         if needed > 0.9 * free:
@@ -142,8 +150,10 @@ class FeatureStore:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if header["checksum"] != _checksum(tensors):
             raise ValueError("the content does not match its checksum")
-        for number, example in enumerate(self._members(shard)):
-            width = self.base.hidden_size * len(self.layers)
+        members, width = self._members(shard), self.base.hidden_size * len(self.layers)
+        if set(tensors) != {f"{name}/{i}" for name in ("features", "p", "tokens") for i in range(len(members))}:
+            raise ValueError("tensors have other names than those of the examples")
+        for number, example in enumerate(members):
             if tuple(tensors[f"features/{number}"].shape) != (len(example), width):
                 raise ValueError(f"features of example {number} have another shape")
         return file
@@ -163,6 +173,7 @@ class FeatureStore:
         return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
 
     def _write(self, shard: int, tensors: dict[str, Tensor]) -> None:
+        self._make_folder()  # anybody may have deleted it
         path = self._path(shard)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:

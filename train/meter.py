@@ -6,11 +6,8 @@ Shapes: B batch, M anchors, K draft position, D hidden.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from mtp.objective import DraftSums
 from train.loader import Batch
@@ -19,15 +16,14 @@ from train.loader import Batch
 class Meter:
     """Counts batches until `restart`.
 
-    `peak`: operations per second of the machine (`train.cost`); None measures no share of it. The operations are those
-    of the matrix products of base and heads in the first batch, forward and backward: what a token costs hardly differs
-    between batches.
+    Attributes:
+        peak: operations per second of the machine; None measures no share of it.
+        flops_per_token: operations of base and heads per token of a batch, forward and backward; None likewise.
     """
 
     def __init__(self) -> None:
         self.peak: float | None = None
         self.flops_per_token: float | None = None
-        self._flops = 0
         self.restart()
 
     def restart(self) -> None:
@@ -53,21 +49,6 @@ class Meter:
     def _note(self, slope: Tensor) -> None:
         squared = slope.detach().double().square().sum((0, 1, 3))
         self._slopes = squared if self._slopes is None else self._slopes + squared
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the operations inside, of the first batch only; end a batch by `counted`."""
-        if self.peak is None or self.flops_per_token is not None:
-            yield
-            return
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self._flops += counter.get_total_flops()
-
-    def counted(self, batch: Batch) -> None:
-        """The operations counted so far were this batch's."""
-        if self._flops and self.flops_per_token is None:
-            self.flops_per_token = self._flops / float(batch["attention_mask"].sum())
 
     def metrics(self) -> dict[str, float]:
         """Tokens per second, the share of the peak, and per draft position the gradient's norm per supervised one."""

@@ -28,6 +28,7 @@ from mtp.losses import LossOptions, LossWeights
 from mtp.objective import DraftSums, draft_sums, to_draft
 from mtp.targets import TargetPlan, pad_for_drafts, plan_targets
 from mtp.vocab import build_draft_vocab, coverage, vocab_hash
+from train.cost import count_flops
 from train.data import ChatDataModule
 from train.feature_store import FeatureOptions, FeatureStore
 from train.loader import Batch
@@ -167,16 +168,11 @@ class HeadsModule(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The objective as a sum. `on_before_optimizer_step` divides the gradient by the positions of all batches that
         went into the step, so that batch size, padding, accumulation and ranks do not change it."""
-        with self.meter.counting():
-            sums = self.draft_sums(batch)
+        sums = self.draft_sums(batch)
         seen = sums.detached()
         self._step = seen if self._step is None else self._step + seen
         self.meter.add(seen, batch)
         return sums.total * self.trainer.accumulate_grad_batches  # Lightning divides by it
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self.meter.counting():
-            super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._step is not None, "a step follows a batch"
@@ -192,7 +188,6 @@ class HeadsModule(lightning.LightningModule):
         self.running_alpha.lerp_(known, RUNNING_SHARE)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.meter.counted(batch)
         stepped = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
         if self.meter.sums is None or not stepped or self.trainer.global_step % self.trainer.log_every_n_steps:
             return
@@ -281,4 +276,14 @@ class HeadsModule(lightning.LightningModule):
     def on_train_start(self) -> None:
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
         self.trained.bind(self.base.embedding, self.base.output_matrix)
+        if self.meter.peak is not None:
+            self.meter.flops_per_token = self._count_flops()
         self.meter.restart()
+
+    def _count_flops(self) -> float:
+        """Operations per token of the first batch, which is thrown away: counting changes how gradients round."""
+        batch = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
+        batch = {name: tensor.to(self.base.device) for name, tensor in batch.items()}
+        flops = count_flops(lambda: self.draft_sums(batch).total.backward())
+        self.zero_grad()
+        return flops / float(batch["attention_mask"].sum())

@@ -18,13 +18,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter], options: OptimizerOptions
     """Weight decay is for matrices only: norms and biases have no scale to lose."""
     parameters = list(parameters)
     matrices, vectors = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-    plain = {"params": vectors, "weight_decay": 0.0}
-    if options.kind == "adamw":
-        groups = [{"params": matrices, "weight_decay": options.weight_decay}, plain]
-        return AdamW([group for group in groups if group["params"]], lr=options.lr, betas=options.betas)
+    decay = options.weight_decay
+    plain = [{"params": vectors, "weight_decay": 0.0}] if vectors else []
+    if options.kind == "adamw" or not matrices:
+        groups = [{"params": matrices, "weight_decay": decay}] if matrices else []
+        return AdamW([*groups, *plain], lr=options.lr, betas=options.betas)
     # Updates as large as AdamW's make one learning rate fit both (Liu et al., arXiv 2502.16982).
-    muon = Muon(matrices, lr=options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
-    return Joint([muon, AdamW([plain], lr=options.lr, betas=options.betas)] if vectors else [muon])
+    parts: list[Optimizer] = [Muon(matrices, lr=options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+    return Joint(parts + ([AdamW(plain, lr=options.lr, betas=options.betas)] if plain else []))
 
 
 class Joint(Optimizer):

@@ -37,7 +37,7 @@ def prepare(
     model.on_start = starting_bar(console)
     introduce(model, data, folder, base, console)
     console.print(check_size(model, data, base), highlight=False, soft_wrap=True)
-    for line in run_self_tests(base, model.trained, next(iter(data.train_dataloader()))):
+    for line in run_self_tests(base, model.trained, data.train_dataloader()):
         console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
     if model.feature_options.keep:
         model.store = keep_features(model, data, base, home, console)

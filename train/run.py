@@ -92,7 +92,7 @@ def write_provenance(folder: Path, seed: int | None, command: list[str]) -> None
 
 @rank_zero_only
 def write_outcome(folder: Path, outcome: dict[str, Any]) -> None:
-    """Add to run.json what training came to. Its key `tokens_trained` says that the run is finished."""
+    """Add to run.json what training has come to. Its key `tokens_trained` says that the run is finished."""
     _write_record(folder, {**read_record(folder), **outcome})
 
 
