@@ -19,6 +19,7 @@ import lightning
 import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -33,6 +34,7 @@ from train.regenerate_cli import run_regenerate
 from train.run import (
     RunOptions,
     finish_wandb,
+    first_process,
     interactive,
     make_loggers,
     run_folder,
@@ -67,7 +69,7 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
         options: RunOptions = self.config_init["run"]
-        self.console = Console()
+        self.console = Console(quiet=not first_process())
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
         ours = [
@@ -90,7 +92,7 @@ class TrainCLI(LightningCLI):
         try:
             yield
         except Exception:
-            if self.config["ckpt_path"] is None:
+            if self.config["ckpt_path"] is None and first_process():
                 shutil.rmtree(self.folder)
             raise
 
@@ -210,6 +212,7 @@ def outcome(cli: TrainCLI) -> dict[str, Any]:
     }
 
 
+@rank_zero_only
 def write_config(cli: TrainCLI) -> None:
     """config.yaml: every key as resolved."""
     cli.parser.save(cli.config, str(cli.folder / "config.yaml"), overwrite=True, skip_validation=True, multifile=False)
@@ -219,10 +222,17 @@ def quiet_lightning() -> None:
     """What Lightning says at every start is for its own developers; warnings stay."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    for message in ("LightningCLI's args", ".*LeafSpec", ".*exists and is not empty", ".*number of training batches"):
+    for message in (
+        "LightningCLI's args",
+        ".*LeafSpec",
+        ".*exists and is not empty",
+        ".*number of training batches",
+        ".*sync_dist=True",  # what is logged are sums over all processes
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 
+@rank_zero_only
 def conclude(cli: TrainCLI) -> None:
     """Say where everything is and what to do next."""
     heads = cli.folder / "heads"

@@ -48,11 +48,20 @@ class RunOptions:
             raise UserError(f"run.checkpoint_every is {self.checkpoint_every}; it must be at least 1.")
 
 
+def first_process() -> bool:
+    """Whether this is the process of a run that writes and tells, known before there is a trainer."""
+    return bool(rank_zero_only.rank == 0)
+
+
 def run_folder(options: RunOptions, checkpoint: Path | None) -> Path:
-    """The folder of a new run, created; or, when resuming, the folder that the checkpoint lies in."""
+    """The folder of a new run, created; or, when resuming, the folder that the checkpoint lies in.
+
+    Of several processes the first decides and makes it. The others write nothing, and for them it is only a name."""
     if checkpoint is not None:
         check_checkpoint(checkpoint)
         return checkpoint.resolve().parent.parent
+    if not first_process():
+        return Path(options.dir) / options.name
     for number in range(1, 10_000):
         folder = Path(options.dir) / (options.name if number == 1 else f"{options.name}-{number}")
         try:
@@ -77,6 +86,7 @@ def check_checkpoint(path: Path) -> None:
         raise UserError(f"--ckpt_path {path} is cut short or no checkpoint of mtp-train; name another, or start anew.")
 
 
+@rank_zero_only
 def write_provenance(folder: Path, seed: int | None, command: list[str]) -> None:
     """run.json: versions, seed, git revision and command, for whoever reads the numbers later."""
     document = {
@@ -136,7 +146,7 @@ def _version(name: str) -> str:
 def make_loggers(options: RunOptions, folder: Path, config: dict[str, Any]) -> list[Logger]:
     """A CSV log always; wandb online when a key is configured, and an offline run otherwise."""
     loggers: list[Logger] = [CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)]
-    if options.wandb_project and rank_zero_only.rank == 0:
+    if options.wandb_project and first_process():
         run = wandb.init(
             project=options.wandb_project,
             name=folder.name,

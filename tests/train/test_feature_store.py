@@ -119,12 +119,12 @@ def test_training_from_the_store_is_training_from_the_base(
     (one, slope), (other, slope_kept) = found
     assert torch.equal(one.count, other.count)
     for name in ("total", "alpha", "loss"):  # not greedy, top_mass: near ties may fall otherwise
-        assert torch.allclose(getattr(one, name), getattr(other, name), rtol=0.01), name
+        assert torch.allclose(getattr(one, name), getattr(other, name), rtol=3e-4 if name == "total" else 3e-3), name
     assert (slope - slope_kept).norm() < 0.03 * slope.norm()
     turned = sums_of(module, [row[::-1] for row in rows[::-1]], examples, packed).detached()  # rows in any order
     assert torch.allclose(turned.total, other.total, rtol=1e-4)
     crossed = sums_of(module, rows, examples, packed, wrong=True).detached()  # negative control
-    assert not torch.allclose(crossed.total, other.total, rtol=0.01)
+    assert not torch.allclose(crossed.total, other.total, rtol=3e-4)
 
 
 def test_few_tokens_of_p_count_the_rest_as_rejected(base: FrozenBase, tmp_path: Path) -> None:
