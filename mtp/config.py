@@ -18,7 +18,7 @@ from mtp.errors import UserError
 
 Kind = Literal["medusa", "recurrent", "sequential", "parallel", "hydra"]
 Order = Literal["embed_hidden", "hidden_embed"]
-Init = Literal["random", "base"]
+Init = Literal["random", "base", "shipped"]
 FORMAT_VERSION = 1
 
 WITH_BLOCK: tuple[Kind, ...] = ("recurrent", "sequential", "parallel")
@@ -50,8 +50,9 @@ class HeadsOptions:
             the normalised state is what the next draft position goes on from.
         init: `random`, or `base`: blocks and norms start as copies of the base's last block and final norm, so that
             heads begin near the base's own prediction (kinds with a block only). `base` is refused where a copy of the
-            block does not compute what the block does. Training's closed-form start of recurrent heads replaces
-            `random` only.
+            block does not compute what the block does. `shipped` (`sequential` only) takes the modules that the base's
+            checkpoint brings with it, as DeepSeek-V3's and MiMo's do. Training's closed-form start of recurrent heads
+            replaces `random` only.
     """
 
     kind: Kind = "recurrent"
@@ -71,6 +72,10 @@ class HeadsOptions:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise UserError(f"heads.{name} is {value}; it must be at least {low}.")
+        if self.init == "shipped" and self.kind != "sequential":
+            raise UserError(
+                f"heads.init is shipped, which {self.kind} heads cannot take; use kind: sequential, or init: base."
+            )
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for name, kinds in _APPLIES_TO.items():
             if self.kind not in kinds and getattr(self, name) != defaults[name]:

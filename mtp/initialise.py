@@ -14,8 +14,9 @@ from mtp.base import FrozenBase
 from mtp.base_start import start_from_base
 from mtp.config import WITH_BLOCK, BaseRef, HeadsConfig, HeadsOptions
 from mtp.errors import UserError
-from mtp.heads import Heads, build_heads
+from mtp.heads import Heads, SequentialHeads, build_heads
 from mtp.last_block import read_shape
+from mtp.shipped import checkpoint_folder, from_shipped, read_shipped
 from mtp.vocab import vocab_hash
 
 
@@ -48,6 +49,9 @@ def new_heads(options: HeadsOptions, base: FrozenBase, draft_ids: Tensor | None 
     heads.to(base.device).bind(base.embedding, base.output_matrix)
     if options.init == "base":
         start_from_base(heads, base)
+    if isinstance(heads, SequentialHeads) and options.init == "shipped":
+        found = read_shipped(checkpoint_folder(base), base.num_layers, options.draft_length)
+        from_shipped(heads, found.tensors, found.order)
     return heads
 
 

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtp.config import Order
+from mtp.base import FrozenBase
+from mtp.config import HeadsOptions, Order
 from mtp.errors import UserError
 from mtp.heads import SequentialHeads
+from mtp.initialise import new_heads
 from mtp.shipped import from_shipped
 from tests.mtp.heads_toys import D, K, V, toy_heads
+from tests.tiny import tiny_base
 
 DEEPSEEK = {"embed_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
 MIMO = {
@@ -97,3 +100,40 @@ def test_what_does_not_fit_is_named_and_nothing_changes(damage: str, tmp_path: P
     with pytest.raises(UserError, match=message):
         from_shipped(heads, tensors, "embed_hidden")
     assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
+
+
+def with_modules(folder: Path, depths: int) -> tuple[FrozenBase, SequentialHeads]:
+    """A tiny base whose folder also holds DeepSeek-style modules, and the heads they were made from."""
+    base = tiny_base("llama", folder)
+    source = new_heads(HeadsOptions(kind="sequential", draft_length=depths), base)
+    assert isinstance(source, SequentialHeads)
+    for parameter in source.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    home = Path(base.name)
+    shipped(source, home / "modules.safetensors", "model.layers", base.num_layers, DEEPSEEK)
+    extra = load_file(home / "modules.safetensors")
+    extra[f"model.layers.{base.num_layers}.embed_tokens.weight"] = base.embedding.clone()
+    save_file(extra, home / "modules.safetensors")
+    return base, source
+
+
+def test_a_base_with_modules_gives_heads_their_start(tmp_path: Path) -> None:
+    base, source = with_modules(tmp_path, 2)
+    heads = new_heads(HeadsOptions(kind="sequential", draft_length=2, init="shipped"), base)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(heads.state_dict()[name], tensor), name
+    other = new_heads(HeadsOptions(kind="sequential", draft_length=2), base)
+    assert not torch.equal(
+        other.state_dict()["depths.0.projection.weight"], source.state_dict()["depths.0.projection.weight"]
+    )
+
+
+def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
+    base, _ = with_modules(tmp_path, 2)
+    with pytest.raises(UserError, match="draft_length is 3 and .* ships 2 modules"):
+        new_heads(HeadsOptions(kind="sequential", draft_length=3, init="shipped"), base)
+    with pytest.raises(UserError, match="init is shipped, which recurrent heads cannot take"):
+        HeadsOptions(kind="recurrent", init="shipped")
+    base.name = "no-such-base"
+    with pytest.raises(UserError, match="'no-such-base' has no safetensors of its own"):
+        new_heads(HeadsOptions(kind="sequential", draft_length=2, init="shipped"), base)
