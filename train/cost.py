@@ -61,9 +61,10 @@ class Memory:
 def estimate_memory(base: FrozenBase, heads: Heads, length: int, chunk: int, states: int = 2) -> Memory:
     """Memory of training on rows of `length` tokens; `states`: numbers an optimiser keeps per parameter.
 
-    Per token and draft position the heads keep what their backward pass needs: about 8 D + 5 I numbers, and 3 scores
-    per query head and visible token. The loss holds one chunk of logits, of q, of p and of their gradient. Checked
-    against measured peaks in the tests: it is meant to err upwards.
+    Per token and draft position the heads keep what their backward pass needs: about 8 D + 5 I numbers. Recurrent ones
+    also keep a score per query head and visible token, and hold some five more of these while they compute. The loss
+    holds one chunk of logits, of q, of p and of their gradient. Checked against measured peaks in the tests: it is
+    meant to err upwards.
     """
     config, size = heads.config, base.hidden_size
     parameters = sum(p.numel() for p in heads.parameters())
@@ -72,8 +73,8 @@ def estimate_memory(base: FrozenBase, heads: Heads, length: int, chunk: int, sta
     loss = chunk * (5 * config.draft_length * config.proposals + 3 * base.vocab_size) * 4
     block = config.block
     step = 18 * size if block is None else 8 * size + 5 * block.intermediate_size
-    step += 0 if block is None else 3 * block.num_attention_heads * length
-    per_token = 4 * (config.draft_length * step + 3 * config.feature_size + 12 * size)
+    scores = block.num_attention_heads * length if block is not None and config.kind == "recurrent" else 0
+    per_token = 4 * (config.draft_length * (step + scores) + 5 * scores + 3 * config.feature_size + 12 * size)
     runtime = 600 * 2**20  # interpreter, libraries, and buffers of the matrix products
     return Memory(runtime + weights + copied + parameters * 4 * (2 + states) + loss, per_token)
 

@@ -122,7 +122,14 @@ class ChatDataModule(lightning.LightningDataModule):
         self.train_examples = examples
 
     def train_dataloader(self) -> ResumableLoader:
-        rank, world_size = self._place()
+        """This rank's share of the training batches."""
+        return self._train_loader(*self._place())
+
+    def all_batches(self) -> ResumableLoader:
+        """The training batches of all ranks, in order."""
+        return self._train_loader(0, 1)
+
+    def _train_loader(self, rank: int, world_size: int) -> ResumableLoader:
         return ResumableLoader(
             self.train_examples,
             self.batch_size,

@@ -31,6 +31,7 @@ from mtp.targets import first_drafts
 from train.chat import Example
 
 SHARD = 64  # examples in a file
+TOKENS, POSITIONS = 4096, 256  # that the base runs on at once, and that have logits in memory
 FORMAT = 1
 Progress = Callable[[int, int], None]
 
@@ -120,12 +121,12 @@ class FeatureStore:
             )
 
     @torch.no_grad()
-    def build(self, batch_size: int = 8, on_progress: Progress = lambda done, total: None) -> None:
+    def build(self, on_progress: Progress = lambda done, total: None) -> None:
         """Write what is missing, shard by shard, each of them whole or not at all."""
         missing = self.missing()
         for done, shard in enumerate(missing):
             on_progress(done, len(missing))
-            self._write(shard, self._compute(shard, batch_size))
+            self._write(shard, self._compute(shard))
         on_progress(len(missing), len(missing))
 
     def read(self, index: int) -> Stored:
@@ -140,7 +141,7 @@ class FeatureStore:
         try:
             return self._validated(shard)
         except (OSError, SafetensorError, KeyError, ValueError):
-            self._write(shard, self._compute(shard, 8))
+            self._write(shard, self._compute(shard))
             return self._validated(shard)
 
     def _validated(self, shard: int) -> Any:
@@ -182,24 +183,38 @@ class FeatureStore:
         finally:
             part.unlink(missing_ok=True)
 
-    def _compute(self, shard: int, batch_size: int) -> dict[str, Tensor]:
-        """Tensors of a shard; examples of one length together, to save padding."""
+    def _compute(self, shard: int) -> dict[str, Tensor]:
+        """Tensors of a shard; examples of about one length together, to save padding."""
         members = self._members(shard)
-        order = sorted(range(len(members)), key=lambda i: len(members[i]))
         tensors: dict[str, Tensor] = {}
-        for start in range(0, len(order), batch_size):
-            group = order[start : start + batch_size]
+        for group in _groups([len(example) for example in members]):
             tokens = torch.zeros(len(group), max(len(members[i]) for i in group), dtype=torch.long)
             for row, i in enumerate(group):
                 tokens[row, : len(members[i])] = members[i].tokens
             output = self.base.forward(tokens.to(self.base.device), feature_layers=self.layers)
             for row, i in enumerate(group):
                 states = output.hidden[row, teacher_positions(members[i]).to(output.hidden.device)]
-                full = self.base.logits(states).float().softmax(-1)
-                p, ids = full.topk(min(self.options.top_k, self.base.vocab_size))
+                p, ids = self._likeliest(states)
                 tensors[f"features/{i}"] = output.features[row, : len(members[i])].bfloat16().cpu().contiguous()
                 tensors[f"p/{i}"], tensors[f"tokens/{i}"] = p.half().cpu(), ids.int().cpu()
         return tensors
+
+    def _likeliest(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """p [N,k] and base tokens [N,k] of states [N,D]; a few logits at a time."""
+        count = min(self.options.top_k, self.base.vocab_size)
+        found = [self.base.logits(some).float().softmax(-1).topk(count) for some in states.split(POSITIONS)]
+        return torch.cat([p for p, _ in found]), torch.cat([ids for _, ids in found])
+
+
+def _groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of the examples, short ones first, in groups of at most `TOKENS` tokens with padding, or of one."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if groups and (len(groups[-1]) + 1) * lengths[i] <= TOKENS:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:

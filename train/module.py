@@ -110,7 +110,7 @@ class HeadsModule(lightning.LightningModule):
             self.build(data)
         random = self.heads_options.init == "random"
         if isinstance(self.heads, RecurrentHeads) and random and self.start_positions and not self.trainer.ckpt_path:
-            start_heads(self.heads, self.base, data.train_dataloader(), self.start_positions, self.on_start)
+            start_heads(self.heads, self.base, data.all_batches(), self.start_positions, self.on_start)
 
     def build(self, data: ChatDataModule) -> None:
         """Make the heads for the attached base and a data module that is set up. UserError where they do not fit."""
@@ -238,9 +238,9 @@ class HeadsModule(lightning.LightningModule):
         return total
 
     def _reduced(self, sums: DraftSums) -> DraftSums:
-        """Sums over all ranks."""
+        """Sums over all ranks. What is given stays as it is: reducing happens in place."""
         reduce = self.trainer.strategy.reduce
-        return DraftSums(*(torch.as_tensor(reduce(value, reduce_op="sum")) for value in vars(sums).values()))
+        return DraftSums(*(torch.as_tensor(reduce(value.clone(), reduce_op="sum")) for value in vars(sums).values()))
 
     def _report(self, metrics: dict[str, float]) -> None:
         """Send metrics to every logger at the current optimiser step, and keep them for callbacks."""

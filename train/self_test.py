@@ -141,7 +141,8 @@ def check_gradients(base: FrozenBase, heads: Heads, batch: Batch) -> str:
         lesson.features, pad_for_drafts(batch["tokens"], length), plan.anchors, segments=batch.get("segments")
     )
     named = {name: parameter for name, parameter in heads.named_parameters() if parameter.requires_grad}
-    dead, reached = [], set()
+    dead: list[str] = []
+    reached: set[str] = set()
     for k in range(length):
         only = torch.zeros(length, device=base.device).index_fill_(0, torch.tensor(k, device=base.device), 1.0)
         picked = hidden * only[:, None] + hidden.detach() * (1 - only)[:, None]

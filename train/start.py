@@ -21,8 +21,9 @@ def start_heads(
 ) -> None:
     """Set the heads' weights from about `positions` supervised positions, fewer where the batches end before.
 
-    `tell(done, total)` has done = total once, at the end. Ranks agree afterwards because DDP and FSDP begin with the
-    weights of rank 0.
+    `tell(done, total)` has done = total once, at the end. The batches should be those of all ranks, so that the start
+    does not depend on how many there are. Ranks agree to the last bit because DDP and FSDP begin with the weights of
+    rank 0.
     """
     moments, tell = Moments(heads), tell or (lambda done, total: None)
     for batch in batches:

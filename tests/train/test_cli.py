@@ -45,7 +45,7 @@ def test_a_run_leaves_heads_records_and_provenance(kind: str, tmp_path: Path) ->
 def test_the_checkpoint_holds_the_heads_only(tmp_path: Path) -> None:
     run = train(tmp_path)
     names = set(final_state(run))
-    assert names == {f"heads.{name}" for name in load_heads(run / "heads").state_dict()}
+    assert names == {f"heads.{name}" for name in load_heads(run / "heads").state_dict()} | {"running_alpha"}
 
 
 def test_a_finished_run_can_be_trained_further(tmp_path: Path) -> None:
@@ -67,10 +67,27 @@ def test_a_second_run_gets_its_own_folder(tmp_path: Path) -> None:
         assert torch.equal(tensor, final_state(second)[name]), name
 
 
-def test_a_killed_run_resumes_to_the_same_heads(tmp_path: Path) -> None:
+LK = {"kl": 0.0, "lk": 1.0, "ce": 0.1, "final": {"tv": 1.0, "kl": 0.1}, "blend": [0.3, 0.7], "chunk": 16}
+KILLED: dict[str, dict[str, object]] = {
+    "plain": {},
+    "muon, kept features, packing": {
+        "model__optimizer__kind": "muon",
+        "model__features": {"keep": True, "top_k": 16},
+        "data__packing": True,
+        "data__max_length": 120,
+    },
+    "lk that goes over to tv, accumulated": {"model__loss": LK, "trainer__accumulate_grad_batches": 2},
+}
+
+
+@pytest.mark.parametrize("case", KILLED)
+def test_a_killed_run_resumes_to_the_same_heads(case: str, tmp_path: Path) -> None:
     """kill -9 somewhere after the first checkpoint; the resumed run ends where an uninterrupted one does, across the
-    end of an epoch (7 batches)."""
+    end of an epoch (at most 7 batches)."""
     changes = {"trainer__max_steps": 24, "model__decode__prompts": None, "trainer__val_check_interval": 5}
+    changes |= KILLED[case]
+    if "model__features" in changes:
+        changes["model__features"] = {**KILLED[case]["model__features"], "dir": str(tmp_path / "kept")}  # type: ignore[dict-item]
     whole = train(tmp_path, **changes)
     expected = final_state(whole)
     command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, run__name="killed", **changes))]

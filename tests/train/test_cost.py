@@ -144,7 +144,12 @@ def test_the_estimate_of_memory_holds(batch_size: int, length: int, tmp_path: Pa
     options: dict[str, object] = {"data.train": tmp_path / "text.jsonl", "data.max_length": length}
     options |= {"data.batch_size": batch_size, "data.val_size": 0, "data.cache_dir": "null", "trainer.max_steps": 2}
     options |= {"run.dir": tmp_path / "runs", "run.wandb_project": "null", "trainer.accelerator": "cpu"}
-    options |= {"model.start_positions": 2000, "model.decode.prompts": "null", "model.heads.draft_length": 5}
+    options |= {
+        "model.features.keep": "false",
+        "model.start_positions": 2000,
+        "model.decode.prompts": "null",
+        "model.heads.draft_length": 5,
+    }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-c", MEASURE, "--config", "configs/smollm2-recurrent.yaml", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

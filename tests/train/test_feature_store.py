@@ -15,6 +15,7 @@ from mtp.losses import LossOptions
 from mtp.objective import DraftSums
 from tests.tiny import tiny_base
 from tests.train.runs import train
+from train import feature_store
 from train.chat import Example
 from train.feature_store import SHARD, FeatureOptions, FeatureStore
 from train.loader import collate
@@ -227,6 +228,23 @@ def test_a_folder_that_cannot_be_made(base: FrozenBase, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="features.dir"):
         new_store(tmp_path / "file", base, texts(2)).store.check_space()
+
+
+def test_little_is_computed_at_a_time(base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of few tokens and logits of few positions, or of one long example, give the same files' contents."""
+    examples = texts(20)
+    whole, _ = new_store(tmp_path / "whole", base, examples)
+    whole.build()
+    monkeypatch.setattr(feature_store, "TOKENS", 30)
+    monkeypatch.setattr(feature_store, "POSITIONS", 3)
+    parts, forwards = new_store(tmp_path / "parts", base, examples)
+    parts.build()
+    assert sum(forwards) == 20
+    assert max(forwards) <= 30 // min(map(len, examples))
+    for i in range(20):
+        one, other = whole.read(i), parts.read(i)
+        assert torch.allclose(one.features.float(), other.features.float(), atol=0.02)
+        assert torch.allclose(one.p.float(), other.p.float(), atol=1e-3)
 
 
 @pytest.mark.parametrize("top_k", [8, 64, 500])
