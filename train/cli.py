@@ -158,6 +158,7 @@ def fit(arguments: list[str]) -> Path:
     quiet_lightning()
     cli = parse(arguments)
     checkpoint = cli.config["ckpt_path"]
+    cli.model.resuming = checkpoint is not None
     with cli.no_empty_run():
         prepare(cli.trainer, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
     if checkpoint is None:  # a resumed run keeps the record of its start

@@ -35,7 +35,7 @@ from train.loader import Batch
 from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
-from train.start import start_heads
+from train.start import earlier_heads, start_heads
 from train.summary import decode_metrics, summarise
 from train.teaching import Lesson, from_base, from_store
 
@@ -56,6 +56,8 @@ class HeadsModule(lightning.LightningModule):
         decode: Decoding at every validation.
         features: Keeping the base's features on disk.
         start_positions: How many positions the closed-form start of recurrent heads is fitted on; 0 starts at random.
+        start_from: Heads to train further: a folder, or the name of those that come with the package. They keep their
+            draft vocabulary, and `heads` must describe them; null makes new ones.
     """
 
     running_alpha: Tensor
@@ -69,11 +71,13 @@ class HeadsModule(lightning.LightningModule):
         decode: DecodeOptions = DecodeOptions(),
         features: FeatureOptions = FeatureOptions(),
         start_positions: int = 16384,
+        start_from: str | None = None,
     ) -> None:
         super().__init__()
         self.base_options, self.heads_options = base, heads
         self.loss_options, self.optimizer_options, self.decode_options = loss, optimizer, decode
-        self.feature_options, self.start_positions = features, start_positions
+        self.feature_options, self.start_positions, self.start_from = features, start_positions, start_from
+        self.resuming = False  # a checkpoint will bring the weights, so none need be fitted
         self.register_buffer("running_alpha", torch.zeros(heads.draft_length))
         self.heads: Heads | None = None
         self._base: FrozenBase | None = None
@@ -108,13 +112,18 @@ class HeadsModule(lightning.LightningModule):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.heads is None:
             self.build(data)
-        random = self.heads_options.init == "random"
-        if isinstance(self.heads, RecurrentHeads) and random and self.start_positions and not self.trainer.ckpt_path:
+        fresh = self.heads_options.init == "random" and self.start_from is None and not self.resuming
+        if isinstance(self.heads, RecurrentHeads) and fresh and self.start_positions:
             start_heads(self.heads, self.base, data.all_batches(), self.start_positions, self.on_start)
 
     def build(self, data: ChatDataModule) -> None:
         """Make the heads for the attached base and a data module that is set up. UserError where they do not fit."""
-        self.heads = new_heads(self.heads_options, self.base, self._draft_vocab(data))
+        if self.start_from is None:
+            self.heads = new_heads(self.heads_options, self.base, self._draft_vocab(data))
+            return
+        self.heads = earlier_heads(self.start_from, self.heads_options, self.base)
+        if self.heads.draft_ids is not None:
+            self.vocab_coverage = coverage(data.supervised_counts(self.base.vocab_size), self.heads.draft_ids)
 
     def _draft_vocab(self, data: ChatDataModule) -> Tensor | None:
         size = self.heads_options.draft_vocab_size

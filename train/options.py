@@ -38,8 +38,8 @@ class OptimizerOptions:
         weight_decay: on matrices only.
         warmup: share of all optimiser steps that the warm-up takes.
         decay: share of all optimiser steps, at the end, over which the rate falls; before, it stays at its peak. With 1
-            it falls from the warm-up on. A run of constant rate can be stopped, and resumed with `max_steps` set so that
-            the fall begins there.
+            it falls from the warm-up on. A run of constant rate can be stopped, and resumed with `max_steps` set so
+            that the fall begins there.
         final_lr_share: learning rate after the last step, as a share of `lr`.
     """
 

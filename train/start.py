@@ -1,14 +1,17 @@
-"""The closed-form start of recurrent heads, fitted on training batches before the first step.
+"""Where training begins: the closed-form start of recurrent heads, or heads that were trained before.
 
-Knows: how many positions of which batches go into the fit, and how to tell of its progress. Refuses to know: the fit
-itself (`mtp.least_squares`), and when a start is wanted.
+Knows: how many positions of which batches go into the fit, how to tell of its progress, and whether earlier heads are
+those that a configuration describes. Refuses to know: the fit itself (`mtp.least_squares`), and which start is wanted.
 """
 
 from collections.abc import Callable, Iterable
 
 from mtp.base import FrozenBase
+from mtp.config import HeadsOptions
 from mtp.errors import UserError
-from mtp.heads import RecurrentHeads
+from mtp.heads import Heads, RecurrentHeads
+from mtp.hub import find_heads, load_heads
+from mtp.initialise import describe
 from mtp.least_squares import Moments, start_from_states
 from mtp.targets import neighbours
 from train.loader import Batch
@@ -40,3 +43,29 @@ def start_heads(
         raise UserError("data.train has no supervised token behind two others, so nothing can be drafted; correct it.")
     start_from_states(heads, moments)
     tell(moments.count, moments.count)
+
+
+def earlier_heads(name: str, options: HeadsOptions, base: FrozenBase) -> Heads:
+    """The heads in a folder or of the package, ready to be trained further on `base`.
+
+    UserError unless they are what `options` describe, and belong to this base.
+    """
+    heads = load_heads(find_heads(name))
+    have = heads.config
+    want = describe(options, base, heads.draft_ids)
+    differ = [
+        f"{key} {getattr(have, key)} instead of {getattr(want, key)}"
+        for key in vars(want)
+        if key not in ("base", "init", "draft_vocab_hash") and getattr(have, key) != getattr(want, key)
+    ]
+    if options.draft_vocab_size != have.draft_vocab_size:
+        differ.append(f"draft_vocab_size {have.draft_vocab_size} instead of {options.draft_vocab_size}")
+    if differ:
+        raise UserError(f"model.start_from {name} has {'; '.join(differ)}; set model.heads as those heads are.")
+    if have.base.fingerprint != base.fingerprint():
+        raise UserError(
+            f"model.start_from {name} has heads for {have.base.name}, and model.base.name is {base.name}, which "
+            "differs in weights; train heads for the base they belong to."
+        )
+    heads.to(base.device).bind(base.embedding, base.output_matrix)
+    return heads

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from mtp.config import HeadsOptions
 from mtp.initialise import new_heads
 from tests.mtp.heads_toys import KINDS
 from tests.tiny import exact_base
 from tests.train.runs import train
-from train.optimizer import Joint, make_optimizer
+from train.optimizer import Joint, Muon, make_optimizer, orthogonal
 from train.options import OptimizerOptions
 
 MUON = OptimizerOptions(kind="muon", lr=0.1, weight_decay=0.5)
@@ -160,3 +160,29 @@ def test_ten_steps_of_muon_are_five_and_five(tmp_path: Path) -> None:
     assert {"heads.fc.weight", "heads.norm.weight"} <= set(moved)
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
+def test_updates_are_close_to_orthogonal(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.3
+    assert float(torch.linalg.svdvals(matrix).max()) > 1.5  # the matrix itself is not
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    assert (orthogonal(matrix) - left @ right).abs().max() < 0.35
+
+
+def test_muon_takes_the_steps_of_torchs_own() -> None:
+    """Which rounds to bfloat16 on the way, hence the tolerance; another momentum would be further off."""
+    start = torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
+    ours, theirs, other = (nn.Parameter(start.clone()) for _ in range(3))
+    options = {"lr": 0.1, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    steppers = [Muon([ours], 0.1, 0.1), torch.optim.Muon([theirs], **options)]  # type: ignore[arg-type]
+    steppers.append(torch.optim.Muon([other], momentum=0.5, **options))  # type: ignore[arg-type]
+    for seed in range(4):
+        for matrix in (ours, theirs, other):
+            matrix.grad = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed))
+        for stepper in steppers:
+            stepper.step()
+    assert (ours - theirs).abs().max() < 0.02
+    assert (ours - other).abs().max() > 0.05

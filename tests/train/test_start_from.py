@@ -1,0 +1,54 @@
+"""Training goes on from earlier heads: their weights and vocabulary, and only where they are what the config says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp.hub import load_heads
+from tests.train.runs import job, train
+from train.cli import main
+
+SHORT = {"model__decode__prompts": None, "trainer__max_steps": 2}
+STILL = {"model__optimizer__lr": 1e-12}
+
+
+def test_heads_go_on_from_where_they_were(tmp_path: Path) -> None:
+    first = train(tmp_path, **SHORT)
+    second = train(tmp_path, model__start_from=str(first / "heads"), **SHORT, **STILL)
+    fresh = train(tmp_path, **SHORT, **STILL)
+    was, now, other = (load_heads(run / "heads").state_dict() for run in (first, second, fresh))
+    for name, tensor in was.items():
+        assert torch.allclose(now[name].double(), tensor.double(), atol=1e-9), name
+    assert any(not torch.equal(other[name], tensor) for name, tensor in was.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model__heads__draft_length": 3}, "draft_length 2 instead of 3"),
+        ({"model__heads__draft_vocab_size": 30}, "draft_vocab_size 40 instead of 30"),
+        ({"model__heads__kind": "sequential"}, "kind recurrent instead of sequential"),
+    ],
+)
+def test_other_heads_than_described_are_refused(
+    change: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train(tmp_path, **SHORT)
+    path = job(tmp_path, model__start_from=str(first / "heads"), **{**SHORT, **change})
+    assert main(["--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_heads_of_another_base_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = train(tmp_path, **SHORT)
+    other = job(tmp_path, "qwen2", model__start_from=str(first / "heads"), **SHORT)
+    assert main(["--config", str(other)]) == 2
+    assert "model.start_from" in capsys.readouterr().err
+
+
+def test_a_resumed_run_does_not_fit_the_start_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path, **SHORT)
+    assert "fitted in closed form" in capsys.readouterr().out
+    train(tmp_path, "--ckpt_path", str(run / "checkpoints" / "last.ckpt"), **{**SHORT, "trainer__max_steps": 3})
+    assert "fitted in closed form" not in capsys.readouterr().out
