@@ -93,14 +93,15 @@ def position_weights(draft_length: int, decay: float) -> Tensor:
 
 
 def kl_to_base(p: Tensor, log_q: Tensor) -> Tensor:
-    """Sum over the draft vocabulary of p ln(p'/q), with p' = p renormalised there: [...,Vd] to [...].
+    """Sum over the draft vocabulary of p ln(p'/q), with p' = p renormalised there: p [C,Vd], ln q [C,K,Vd] to [C,K].
 
     Base mass outside the draft vocabulary cannot be learned; it scales the position down instead of being pretended
     away. The gradient to the logits is mass * q - p. On the whole vocabulary this is KL(p || q), Hinton et al. 2015.
     """
-    mass = p.sum(-1, keepdim=True)
-    own = torch.where(p > 0, p * (p / mass.clamp(min=torch.finfo(p.dtype).tiny)).log(), 0.0)  # 0 ln 0 = 0
-    return (own - p * log_q).sum(-1)
+    mass = p.sum(-1)
+    own = torch.special.entr(mass) - torch.special.entr(p).sum(-1)  # sum of p ln(p / mass), with 0 ln 0 = 0
+    divergence: Tensor = own.unsqueeze(1) - torch.einsum("cv,ckv->ck", p, log_q)  # a product reads memory once
+    return divergence
 
 
 def cross_entropy(log_q: Tensor, targets: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ def losses(logits: Tensor, p: Tensor, targets: Tensor, weights: LossWeights, run
     q, shared = log_q.exp(), p.unsqueeze(1)
     alpha = acceptance(shared, q)
     kl, tv = kl_and_tv(weights, running)
-    loss = kl * kl_to_base(shared, log_q) + tv * (1 - alpha)
+    loss = kl * kl_to_base(p, log_q) + tv * (1 - alpha)
     if weights.ce:
         loss = loss + weights.ce * cross_entropy(log_q, targets.unsqueeze(1).expand(alpha.shape))
     return Losses(loss, alpha, q)
