@@ -130,6 +130,12 @@ def check_alike(plans: Sequence[Plan]) -> None:
             f"trainer.max_time is {limit}, which gives a slow architecture fewer tokens; a comparison needs the same "
             "number for each: remove it and use trainer.max_steps."
         )
+    devices = first.keys.get("trainer.devices")
+    if devices not in (None, "auto", 1, "1"):
+        raise UserError(
+            f"trainer.devices is {devices}, and a comparison trains and measures in one process; set it to 1, or train "
+            "each config on its own."
+        )
 
 
 def _check_same_run(plan: Plan) -> None:

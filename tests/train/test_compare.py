@@ -191,6 +191,7 @@ BAD = {
     "set": (["--set", "trainer.max_steps"], "--set is 'trainer.max_steps'; give key=value"),
     "set a name": (["--set", "run.name=x"], "which a comparison decides itself"),
     "set an unknown key": (["--set", "trainer.steps=3"], "steps"),
+    "devices": (["--set", "trainer.devices=2"], "trains and measures in one process"),
     "clock": (["--set", "trainer.max_time=00:00:01:00"], "gives a slow architecture fewer tokens"),
     "readme": (["--readme", "nowhere.md"], "--readme nowhere.md is not a file"),
     "markers": (["--readme", "prompts.jsonl"], "lacks the lines <!-- compare:begin -->"),
