@@ -68,6 +68,7 @@ def decode_many(
     prompt has a token, and its answer fits the context of the base. Raises UserError if the base gives logits that are
     not finite, or keeps its past in another form than keys and values.
     """
+    slots = max(1, min(slots, len(tasks)))
     batch = _Batch(base, max_new_tokens, slots, frozenset(base.eos_token_ids if ends is None else ends))
     waiting = deque(tasks)
     while waiting or batch.rows:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from mtp.errors import UserError
 from train.records import Message, read_jsonl
 
@@ -27,14 +29,22 @@ class AnswerFile:
     def __init__(self, path: Path, settings: Mapping[str, Any], prompts: Sequence[Sequence[Message]]) -> None:
         self.path = Path(path)
         self.meta = self.path.with_name(self.path.name + ".meta.json")
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
             _drop_torn_line(self.path)
             self._agree(settings)
             self.done = _done(self.path, prompts)
             self._file = self.path.open("ab", buffering=0)
+        except Timeout:
+            raise UserError(f"--out {path} is being written by another process; wait for it. {OTHER_FILE}.") from None
         except OSError as error:
+            self._lock.release()
             raise UserError(f"--out {path} cannot be written ({error.strerror}). {OTHER_FILE} elsewhere.") from error
+        except UserError:
+            self._lock.release()
+            raise
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds the rows as whole lines in one write, and returns when they are on the disk."""
@@ -54,6 +64,7 @@ class AnswerFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        self._lock.release()
 
     def _agree(self, settings: Mapping[str, Any]) -> None:
         """Settings are compared if there are answers, and saved otherwise, before the first of them is written."""

@@ -91,7 +91,7 @@ class TrainCLI(LightningCLI):
         """A new run that fails in here leaves no folder: nothing was trained."""
         try:
             yield
-        except Exception:
+        except BaseException:  # Ctrl-C too
             if self.config["ckpt_path"] is None and first_process():
                 shutil.rmtree(self.folder)
             raise
@@ -142,6 +142,11 @@ def main(args: Sequence[str] | None = None) -> int:
             fit(arguments)
     except (UserError, ArgumentError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        remedy = "make room there, or name a folder that can be written; a run goes on from its last checkpoint"
+        print(f"error: {where}{error.strerror or error}; {remedy}.", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         again = arguments[:1] in (["regenerate"], ["compare"])
@@ -237,6 +242,9 @@ def quiet_lightning() -> None:
 def conclude(cli: TrainCLI) -> None:
     """Say where everything is and what to do next."""
     heads = cli.folder / "heads"
+    if not heads.is_dir():
+        cli.console.print(f"no step was taken, so there are no heads; records: {cli.folder}", highlight=False)
+        return
     for line in cli.export.verdict():
         cli.console.print(line, highlight=False, soft_wrap=True)
     cli.console.print(

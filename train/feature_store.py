@@ -10,6 +10,7 @@ missing from the teacher, as tokens outside the draft vocabulary are: it counts 
 Sizes: T tokens of an example, N its supervised teacher positions, F features, k tokens of p that are kept.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -180,8 +181,12 @@ class FeatureStore:
         try:
             save_file(tensors, part, metadata={"checksum": _checksum(tensors)})
             os.replace(part, path)  # noqa: PTH105
+        except (OSError, SafetensorError) as error:
+            remedy = "make room or name another features.dir; what was written is kept"
+            raise UserError(f"features.dir {self.folder} cannot be written ({error}); {remedy}.") from error
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def _compute(self, shard: int) -> dict[str, Tensor]:
         """Tensors of a shard; examples of about one length together, to save padding."""

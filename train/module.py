@@ -7,6 +7,7 @@ Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by 
 Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,8 @@ class HeadsModule(lightning.LightningModule):
         start_from: str | None = None,
     ) -> None:
         super().__init__()
+        if start_positions < 0:
+            raise UserError(f"model.start_positions is {start_positions}; it must be 0 or more.")
         self.base_options, self.heads_options = base, heads
         self.loss_options, self.optimizer_options, self.decode_options = loss, optimizer, decode
         self.feature_options, self.start_positions, self.start_from = features, start_positions, start_from
@@ -192,6 +195,12 @@ class HeadsModule(lightning.LightningModule):
                 parameter.grad.mul_(scale)
         slopes = [p.grad for p in self.trained.parameters() if p.grad is not None]
         self._grad_norm = float(torch.nn.utils.get_total_norm(slopes))
+        if not math.isfinite(self._grad_norm):
+            raise UserError(
+                f"training diverged at step {self.global_step}: the gradient's norm is {self._grad_norm}. Lower "
+                f"model.optimizer.lr, which is {self.optimizer_options.lr:g}, and go on with --ckpt_path from the last "
+                "checkpoint or start anew; the best heads so far are kept."
+            )
         alpha = (seen.alpha / seen.count.clamp(min=1)).to(self.running_alpha)
         known = torch.where(seen.count > 0, alpha, self.running_alpha)  # no answer may have been long enough
         self.running_alpha.lerp_(known, RUNNING_SHARE)
@@ -273,6 +282,12 @@ class HeadsModule(lightning.LightningModule):
             raise UserError(
                 "--ckpt_path holds heads of another configuration or base than the config file; resume with the config "
                 "the run was started with (config.yaml in its folder), or start a new run."
+            )
+        kind = "muon" if any("parts" in state for state in checkpoint["optimizer_states"]) else "adamw"
+        if kind != self.optimizer_options.kind:
+            raise UserError(
+                f"--ckpt_path was written with optimizer.kind {kind}, and the configuration has "
+                f"{self.optimizer_options.kind}; resume with {kind}, or start a new run with model.start_from."
             )
         ids = checkpoint["state_dict"].get("heads.draft_ids")
         if ids is not None and vocab_hash(ids) != saved.draft_vocab_hash:

@@ -55,7 +55,9 @@ class OptimizerOptions:
         if self.kind not in get_args(OptimizerOptions.__annotations__["kind"]):
             raise UserError(f"optimizer.kind is {self.kind!r}; allowed are adamw and muon.")
         for name, good, allowed in (
-            ("lr", self.lr > 0, "above 0"),
+            ("lr", 0 < self.lr < math.inf, "above 0 and finite"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more and finite"),
             ("warmup", 0 <= self.warmup < 1, "from 0 to below 1"),
             ("decay", 0 <= self.decay <= 1, "from 0 to 1"),
             ("final_lr_share", 0 <= self.final_lr_share <= 1, "from 0 to 1"),
@@ -81,6 +83,16 @@ class DecodeOptions:
     max_new_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            ("limit", self.limit >= 1, "1 or more"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more and finite"),
+            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+        ):
+            if not good:
+                raise UserError(f"decode.{name} is {getattr(self, name)}; it must be {allowed}.")
 
 
 def learning_rate_share(step: int, total: int, options: OptimizerOptions) -> float:

@@ -40,7 +40,9 @@ def parse_mixture(value: dict[str, float] | list[str] | str, option: str = "data
 
 
 def _source(name: str, weight: float, option: str) -> Source:
-    if not name.strip() or name.lstrip().startswith(("{", "[")):  # what the command line could not read as a mapping
+    if (
+        not isinstance(name, str) or not name.strip() or name.lstrip().startswith(("{", "["))
+    ):  # what the command line could not read as a mapping
         told = f"{option} has the source {name!r}; allowed are one source, a list of them, or source: weight"
         raise UserError(f"{told}, for example {{a.jsonl: 2.0, b.parquet: 0.5}}. Weights are numbers.")
     if not (math.isfinite(weight) and weight > 0):

@@ -50,8 +50,16 @@ def earlier_heads(name: str, options: HeadsOptions, base: FrozenBase) -> Heads:
 
     UserError unless they are what `options` describe, and belong to this base.
     """
-    heads = load_heads(find_heads(name))
+    try:
+        heads = load_heads(find_heads(name))
+    except UserError as error:  # said for the option of decoding
+        raise UserError(str(error).replace("--heads", "model.start_from")) from None
     have = heads.config
+    if have.base.fingerprint != base.fingerprint():
+        raise UserError(
+            f"model.start_from {name} has heads for {have.base.name}, and model.base.name is {base.name}, which "
+            "differs in weights; train heads for the base they belong to."
+        )
     want = describe(options, base, heads.draft_ids)
     differ = [
         f"{key} {getattr(have, key)} instead of {getattr(want, key)}"
@@ -62,10 +70,5 @@ def earlier_heads(name: str, options: HeadsOptions, base: FrozenBase) -> Heads:
         differ.append(f"draft_vocab_size {have.draft_vocab_size} instead of {options.draft_vocab_size}")
     if differ:
         raise UserError(f"model.start_from {name} has {'; '.join(differ)}; set model.heads as those heads are.")
-    if have.base.fingerprint != base.fingerprint():
-        raise UserError(
-            f"model.start_from {name} has heads for {have.base.name}, and model.base.name is {base.name}, which "
-            "differs in weights; train heads for the base they belong to."
-        )
     heads.to(base.device).bind(base.embedding, base.output_matrix)
     return heads
