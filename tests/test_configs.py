@@ -28,12 +28,19 @@ def test_the_compared_configs_are_alike(tmp_path: Path) -> None:
 def test_config_runs_two_steps(path: Path, tmp_path: Path, smollm2: FrozenBase) -> None:
     arguments = ["--config", str(path), "--run.dir", str(tmp_path), "--run.wandb_project", "null"]
     arguments += ["--data.train", "configs/data/demo_answers.jsonl", "--data.limit", "16", "--data.val_size", "2"]
-    arguments += ["--data.batch_size", "2", "--data.max_length", "64"]
+    arguments += [
+        "--data.batch_size",
+        "2",
+        "--data.max_length",
+        "64",
+        "--model.features.dir",
+        str(tmp_path / "features"),
+    ]
     arguments += ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     arguments += ["--trainer.accumulate_grad_batches", "1", "--trainer.limit_val_batches", "1"]
     arguments += ["--model.decode.limit", "1", "--model.decode.max_new_tokens", "4"]
     assert main(arguments) == 0
-    (run,) = tmp_path.iterdir()
+    (run,) = [folder for folder in tmp_path.iterdir() if folder.name != "features"]
     rows = read_metrics(run)
     assert [row["step"] for row in rows if row.get("train/loss")] == ["1", "2"]
     assert any(row.get("decode/accept_len") for row in rows)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FAST_FIT = ["--run.wandb_project", "null", "--data.limit", "24", "--data.val_size", "4", "--data.max_length", "64"]
 FAST_FIT += ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--model.decode.limit", "1"]
-FAST_FIT += ["--model.decode.max_new_tokens", "4", "--model.start_positions", "500"]
+FAST_FIT += ["--model.decode.max_new_tokens", "4", "--model.start_positions", "500", "--model.features.dir", "features"]
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {"mtp-train": train.cli.main, "mtp-decode": decode.cli.main}
 
 
@@ -29,6 +29,9 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[list[str]]:
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
     return [shlex.split(line, comments=True) for line in lines]
+
+
+FEW = "few"  # a folder with two of the configs to compare
 
 
 def shortened(command: list[str]) -> list[str]:
@@ -46,7 +49,8 @@ def shortened(command: list[str]) -> list[str]:
             f"{key.removeprefix('--')}={value}" for key, value in zip(FAST_FIT[::2], FAST_FIT[1::2], strict=True)
         ]
         sets = [part for change in [*changes, "model.heads.draft_length=1"] for part in ("--set", change)]
-        return [*arguments, *sets, "--max-new-tokens", "4", "--limit", "1"]
+        fewer = [FEW if argument == "configs/compare" else argument for argument in arguments]
+        return [*fewer, *sets, "--max-new-tokens", "4", "--limit", "1"]
     if arguments[0] == "regenerate":
         return [*arguments, "--max-new-tokens", "4", "--limit", "3"]
     if "--ckpt_path" in arguments:  # goes on from step 2
@@ -56,6 +60,9 @@ def shortened(command: list[str]) -> list[str]:
 
 def test_every_command_and_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: FrozenBase) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / FEW).mkdir()
+    for kind in ("medusa", "recurrent"):  # all five train in tests/test_configs.py
+        (tmp_path / FEW / f"{kind}.yaml").write_text((ROOT / "configs" / "compare" / f"{kind}.yaml").read_text())
     monkeypatch.chdir(tmp_path)
     seen = set()
     for command in commands():

@@ -1,4 +1,4 @@
-"""Settings that cannot work, and what goes wrong on the way: one message, exit code 2, nothing that was good is lost."""
+"""Settings that cannot work, and what goes wrong on the way: one message, exit code 2, nothing good is lost."""
 
 import errno
 from pathlib import Path
