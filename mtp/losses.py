@@ -100,7 +100,7 @@ def kl_to_base(p: Tensor, log_q: Tensor) -> Tensor:
     """
     mass = p.sum(-1)
     own = torch.special.entr(mass) - torch.special.entr(p).sum(-1)  # sum of p ln(p / mass), with 0 ln 0 = 0
-    divergence: Tensor = own.unsqueeze(1) - torch.einsum("cv,ckv->ck", p, log_q)  # a product reads memory once
+    divergence: Tensor = own.unsqueeze(1) - torch.einsum("cv,ckv->ck", p.to(log_q.dtype), log_q)
     return divergence
 
 

@@ -34,8 +34,10 @@ KINDS = ("medusa", "recurrent")
 
 
 def heads_of(base: FrozenBase, kind: str) -> Heads:
+    """Medusa heads start as the base's own prediction, and recurrent ones are made to: some drafts are accepted."""
     torch.manual_seed(0)
-    return new_heads(HeadsOptions(kind=kind, draft_length=K), base).double()  # type: ignore[arg-type]
+    init = "base" if kind == "recurrent" else "random"
+    return new_heads(HeadsOptions(kind=kind, draft_length=K, init=init), base).double()  # type: ignore[arg-type]
 
 
 class Target(BaseTarget):

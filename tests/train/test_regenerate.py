@@ -223,9 +223,8 @@ def test_a_full_disk_is_one_message_and_keeps_what_was_written(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
+    file = AnswerFile(tmp_path / "d.jsonl", {}, PROMPTS)
     monkeypatch.setattr("train.answers.os.fsync", full)
-    file = AnswerFile.__new__(AnswerFile)
-    file.path, file._file = tmp_path / "d.jsonl", (tmp_path / "d.jsonl").open("ab", buffering=0)
     with pytest.raises(UserError, match="No space left on device"), file:
         file.append([{"index": 0}])
     assert json.loads((tmp_path / "d.jsonl").read_text()) == {"index": 0}
