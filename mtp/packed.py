@@ -17,13 +17,17 @@ from torch import Tensor
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
-def packed_positions(segments: Tensor) -> Tensor:
-    """The place [B, T] of each token in its own text; padding is at 0, which makes each of its tokens a text alone."""
+def segment_positions(segments: Tensor) -> Tensor:
+    """Distance [B, T] of each position from the first of its run of equal numbers in segments [B, T]."""
     index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    first = torch.where(begins, index, 0).cummax(dim=1).values
-    return torch.where(segments > 0, index - first, 0)
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def packed_positions(segments: Tensor) -> Tensor:
+    """The place [B, T] of each token in its own text; padding is at 0, which makes each of its tokens a text alone."""
+    return torch.where(segments > 0, segment_positions(segments), 0)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ Knows: the grid of K and temperatures, and on what a number depends. Refuses to 
 The numbers come one after another, not in turns as in `decode.bench`: a busy machine shows in tokens/s.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -86,11 +87,9 @@ def settings(base: FrozenBase, prompts: Sequence[Prompt], request: Request) -> d
 def processor() -> str:
     """The CPU's name and number of cores, as far as the system tells."""
     name = platform.processor() or platform.machine()
-    try:
+    with contextlib.suppress(OSError, StopIteration):  # Linux on x86 tells more; elsewhere the name above stands
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return f"{name}, {os.cpu_count()} cores"
 
 

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp.config import HeadsConfig
+from mtp.packed import segment_positions
 from mtp.targets import take_anchors
-
-
-def segment_positions(segments: Tensor) -> Tensor:
-    """Distance [B,T] of each position from the first of its run of equal numbers in segments [B,T]."""
-    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,10 @@ def test_varieties_of_families_are_copied(family: str, changes: dict[str, Any]) 
 def test_half_precision_is_copied() -> None:
     base = base_like("llama")
     base.model.bfloat16()
-    copy_last_block(base, read_shape(base))
+    block = copy_last_block(base, read_shape(base))
+    copied = block.mlp.down_proj.weight
+    assert copied.dtype == torch.float32
+    assert torch.equal(copied, base.last_block.mlp.down_proj.weight.float())
 
 
 STRANGERS: list[tuple[str, dict[str, Any], str]] = [

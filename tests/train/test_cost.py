@@ -108,7 +108,7 @@ def test_where_not_even_one_row_fits_other_remedies_are_named(free: int) -> None
 
 
 def test_where_nobody_tells_what_is_free_nothing_is_refused() -> None:
-    check_memory(Memory(fixed=10**15, per_token=10**9), 4, 512, None)
+    assert check_memory(Memory(fixed=10**15, per_token=10**9), 4, 512, None).startswith("memory: about")
 
 
 def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
