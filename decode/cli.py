@@ -106,6 +106,7 @@ def _add_models(parser: ArgumentParser) -> None:
     add("--revision", type=str, help="revision of a base on the Hub")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
     add("--dtype", type=str, default="auto", help="auto, float32, bfloat16 or float16")
+    add("--compile", type=str, default="auto", help="compiled kernels for steps on a CPU: auto, on or off")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
 
 
@@ -240,6 +241,7 @@ def _decoder(options: Namespace) -> Decoder:
         device=options.device,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        compile=options.compile,
         on_progress=lambda text: print(text, file=sys.stderr),
     )
 

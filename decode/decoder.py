@@ -15,6 +15,7 @@ import torch
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, Step
 from decode.request import Request, make_request
+from decode.speed import Compile, check_compile, speed_up
 from decode.stats import DecodeStats
 from decode.stopping import FinishReason, Stopping, room
 from decode.target import BaseTarget
@@ -115,35 +116,40 @@ class Decoder:
         device: str = "auto",
         dtype: str = "auto",
         trust_remote_code: bool = False,
+        compile: Compile = "auto",
         home: Path | None = None,
         on_progress: Callable[[str], None] = _silent,
     ) -> "Decoder":
         """Load heads from a folder, or by name those that come with the package, and the base that their config names
         unless `base` names another copy of it.
 
-        `heads` None decodes plainly and needs `base`. `home` is where embedded bases are kept (default: MTP_HOME, or
-        the user's cache); `on_progress` hears what is fetched. Raises UserError when either cannot be loaded or they do
+        `heads` None decodes plainly and needs `base`. `compile` is for speed: see `decode.speed`. `home` is where
+        embedded bases and compiled kernels are kept (default: MTP_HOME, or the user's cache); `on_progress` hears what
+        is fetched. Raises UserError when either cannot be loaded or they do
         not belong together.
         """
         if heads is None and base is None:
             raise UserError("neither --heads nor --base is given; name at least one of them.")
+        check_compile(compile)
         loaded = None if heads is None else load_heads(find_heads(heads))
         if loaded is not None and base is None:
             base, revision = loaded.config.base.name, revision or loaded.config.base.revision
         assert base is not None
+        home = default_home(os.environ) if home is None else home
         frozen = FrozenBase.from_pretrained(
             base,
             revision=revision,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
-            home=default_home(os.environ) if home is None else home,
+            home=home,
             on_progress=on_progress,
         )
         if loaded is not None:
             check_pair(frozen, loaded)
             loaded.to(device=frozen.device, dtype=frozen.dtype).eval()
             loaded.bind(frozen.embedding, frozen.output_matrix)
+        speed_up(frozen, loaded, compile, home, on_progress)
         return cls(frozen, loaded)
 
     def generate(self, prompt: Prompt, request: Request | None = None, **options: Any) -> Result:

@@ -7,6 +7,7 @@ Shapes: B batch, T position, F features, V vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,7 +88,7 @@ class BaseTarget:
 
     def forward(self, tokens: Tensor, num_logits: int) -> TargetOutput:
         assert self._cache is not None, "start() was not called"
-        with fast_products(tokens):
+        with self._products(tokens):
             outputs = [
                 self.base.forward(chunk, cache=self._cache, feature_layers=self._feature_layers)
                 for chunk in torch.split(tokens, PREFILL_CHUNK, dim=1)
@@ -97,13 +98,17 @@ class BaseTarget:
             assert num_logits <= hidden.shape[1], (num_logits, hidden.shape)
             return TargetOutput(self.base.logits(hidden[:, hidden.shape[1] - num_logits :]), features)
 
+    def _products(self, tokens: Tensor) -> AbstractContextManager[object]:
+        """How the model multiplies; where `FrozenBase.steps` takes its place, that has kernels of its own."""
+        return nullcontext() if self.base.steps is not None else fast_products(tokens, self.base.kernels)
+
     def rollback(self, length: int) -> None:
         assert self._cache is not None, "start() was not called"
         self._cache.rollback(length)
 
     def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
         assert self._cache is not None, "start() was not called"
-        with fast_products(tokens):
+        with self._products(tokens):
             output = self.base.forward(
                 tokens, cache=self._cache, feature_layers=self._feature_layers, tree=TreeMask(visible, depths)
             )

@@ -24,6 +24,7 @@ from mtp.anatomy import find_inner, find_layers, freeze, probe
 from mtp.cache import BaseCache, new_cache, refusal
 from mtp.errors import UserError
 from mtp.fingerprint import model_checksum, model_fingerprint, tokenizer_fingerprint
+from mtp.kernels import Kernels
 from mtp.loading import choose_device, load
 from mtp.output import OutputScale, project
 from mtp.packed import packed_positions, packing_fault
@@ -32,6 +33,7 @@ from mtp.tree_mask import TreeMask, tree_fault
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed the argument in 5.24
 _CONTEXT_UNKNOWN = 2**31 - 1
 _UNKNOWN = "unknown"
+MOST_STEP_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,10 @@ class BaseOutput:
 
     hidden: Tensor
     features: Tensor
+
+
+Steps = Callable[[Tensor, BaseCache, Sequence[int], TreeMask | None], BaseOutput]
+"""As `FrozenBase.forward`: tokens [1, R], cache, feature layers and tree."""
 
 
 class FrozenBase:
@@ -55,6 +61,8 @@ class FrozenBase:
         self._check_sizes()
         self._tree_fault: str | None = _UNKNOWN
         self._packing_fault: str | None = _UNKNOWN
+        self.kernels: Kernels | None = None  # for the logits of a few rows
+        self.steps: Steps | None = None  # what runs over a few rows of one text; None is the model itself
         self.final_norm = probe(model, self._inner, self.logits, name)
 
     @classmethod
@@ -134,6 +142,11 @@ class FrozenBase:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self._layers
 
     @property
     def last_block(self) -> nn.Module:
@@ -217,6 +230,10 @@ class FrozenBase:
         segments [B, T]: several texts in one row, each with the states it has alone (see `mtp.packed` and
         `require_packing`); without cache, attention_mask and tree.
         """
+        self._check_layers(feature_layers)
+        few = tokens.shape[0] == 1 and tokens.shape[1] <= MOST_STEP_ROWS
+        if self.steps is not None and few and cache is not None and attention_mask is None and segments is None:
+            return self.steps(tokens, cache, feature_layers, tree)
         with self._recorded(feature_layers) as states:
             if segments is None:
                 hidden = self._run(tokens, cache, attention_mask, tree)
@@ -261,9 +278,6 @@ class FrozenBase:
     @contextlib.contextmanager
     def _recorded(self, feature_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Inside the block, the inputs of the wanted decoder layers are kept in the yielded dictionary."""
-        for layer in feature_layers:
-            if not 0 <= layer <= self.num_layers:
-                raise UserError(f"feature_layers: id {layer} is outside 0…{self.num_layers} of base {self.name!r}.")
         states: dict[int, Tensor] = {}
         handles = [
             self._layers[layer].register_forward_pre_hook(_recorder(states, layer), with_kwargs=True)
@@ -275,12 +289,17 @@ class FrozenBase:
             for handle in handles:
                 handle.remove()
 
+    def _check_layers(self, feature_layers: Sequence[int]) -> None:
+        for layer in feature_layers:
+            if not 0 <= layer <= self.num_layers:
+                raise UserError(f"feature_layers: id {layer} is outside 0…{self.num_layers} of base {self.name!r}.")
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits [..., V] in float32 of states [..., D] after the final norm, scaled and capped by the base.
 
         The product runs in the base's precision, like the base's own. Differentiable in `hidden`.
         """
-        output = project(hidden.to(self.dtype), self.output_matrix, self.output_bias)
+        output = project(hidden.to(self.dtype), self.output_matrix, self.output_bias, self.kernels)
         return self._scale(output if output.dtype == torch.float64 else output.float())
 
     # ---- identity ----------------------------------------------------------------------------------------------------

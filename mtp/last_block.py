@@ -1,4 +1,5 @@
-"""The last block of a base in our own terms: its sizes and type as a `BlockShape`, and a verified copy as a `Block`.
+"""The blocks of a base in our own terms: sizes and type as a `BlockShape`, a verified copy of the last one as a
+`Block`, and all of them as blocks that share the base's weights.
 
 Knows: how common decoder layers are put together (an attention and an MLP of two to four matrices, two norms, rotary
 frequencies kept by a module), read off the modules themselves instead of a list of families. Where a layout cannot be
@@ -11,6 +12,7 @@ Shapes: T position, D hidden, I MLP, H query heads, J key-value heads, G = H / J
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ _ACTIVATIONS = {
     "relu": "relu",
 }
 _PROBE_LENGTH = 6  # below every sliding window
+_NONE = object()
 
 
 class Matrix(NamedTuple):
@@ -148,16 +151,38 @@ def _rotary(inner: nn.Module, kind: str) -> tuple[Tensor, float] | None:
 def copy_last_block(base: FrozenBase, shape: BlockShape) -> Block:
     """A copy of the base's last block, in float32 on its device. UserError unless it computes what the block does."""
     block = Block(base.hidden_size, shape).to(base.device)
+    with _refusing(base):
+        _fill_verified(block, base)
+    return block
+
+
+def _fill_verified(block: Block, base: FrozenBase) -> int:
+    """Fill the block with the last block's weights in the first way, whose number is returned, in which it computes
+    what that block does."""
     inputs, outputs = _observe(base)
     positions = torch.arange(_PROBE_LENGTH, device=base.device).unsqueeze(0)
     # Of what the block adds: in its output the unchanged input would hide a wrong copy.
     wanted, tolerance = outputs - inputs, 1e-3 if base.dtype.itemsize >= 4 else 0.1
-    with _refusing(base):
-        for _ in _filled(block, base.last_block):
-            added = block(inputs, positions, block.keys_values(inputs, positions)) - inputs
-            if bool((added - wanted).abs().max() <= tolerance * wanted.abs().max()):
-                return block
-        raise _Unreadable("a copy computes something else")
+    for number, _ in enumerate(_filled(block, base.last_block)):
+        given = inputs.to(block.attention.o_proj.weight.dtype)
+        added = block(given, positions, block.keys_values(given, positions)).float() - inputs
+        if bool((added - wanted).abs().max() <= tolerance * wanted.abs().max()):
+            return number
+    raise Unreadable("a copy computes something else")
+
+
+@torch.no_grad()
+def share_blocks(base: FrozenBase) -> list[Block]:
+    """All decoder layers as blocks that share their weights, without a copy where the layout allows. `Unreadable` where
+    the last one cannot be read; that the others are like it remains to be checked."""
+    shape = read_shape(base, as_copy=True)
+    with torch.device("meta"):
+        blocks = [Block(base.hidden_size, shape) for _ in base.layers]
+    number = _fill_verified(blocks[-1], base)
+    for block, layer in zip(blocks[:-1], base.layers, strict=False):
+        if next(islice(_filled(block, layer), number, None), _NONE) is _NONE:
+            raise Unreadable("its layers are put together in different ways")
+    return blocks
 
 
 @torch.no_grad()
@@ -167,15 +192,15 @@ def copy_final_norm(ours: Norm, base: FrozenBase) -> None:
         _copy_norm(ours, base.final_norm)
 
 
-class _Unreadable(Exception):
-    """The layer is put together in a way this module does not know."""
+class Unreadable(Exception):
+    """A layer is put together in a way this module does not know."""
 
 
 @contextmanager
 def _refusing(base: FrozenBase) -> Iterator[None]:
     try:
         yield
-    except _Unreadable as fault:
+    except Unreadable as fault:
         raise UserError(
             f"heads.init is 'base', but the last block of base {base.name!r} ({type(base.last_block).__name__}) cannot "
             f"be copied: {fault}. Use heads.init: random."
@@ -203,7 +228,7 @@ def _filled(block: Block, layer: nn.Module) -> Iterator[None]:
     """Fill the block with the layer's weights, once for each way in which they can be understood."""
     norms = [child for child in layer.children() if _is_norm(child, block.attention.o_proj.out_features)]
     if len(norms) != 2:
-        raise _Unreadable(f"it has {len(norms)} norms instead of two")
+        raise Unreadable(f"it has {len(norms)} norms instead of two")
     _copy_norm(block.attention_norm, norms[0])
     _copy_norm(block.mlp_norm, norms[1])
     attention, ours = _attention(layer), block.attention
@@ -239,7 +264,7 @@ def _queries_keys_values(found: list[Matrix], shape: BlockShape) -> Iterator[tup
         yield tuple(found)
         return
     if len(found) != 1 or len(found[0].weight) != (h + 2 * j) * e:
-        raise _Unreadable("its queries, keys and values were not found")
+        raise Unreadable("its queries, keys and values were not found")
     fused = found[0]
     rows = torch.arange((h + 2 * j) * e, device=fused.weight.device)
     yield tuple(fused.rows(index) for index in rows.tensor_split([h * e, (h + j) * e]))  # one after another
@@ -256,7 +281,7 @@ def _gate_up_down(found: list[Matrix], shape: BlockShape) -> Iterator[tuple[Matr
         halves = torch.arange(len(found[0].weight), device=found[0].weight.device).chunk(2)
         found = [*(found[0].rows(index) for index in halves), found[1]]
     if len(found) != 3 or not shape.gated:
-        raise _Unreadable(f"its MLP has {len(found)} matrices of unknown use")
+        raise Unreadable(f"its MLP has {len(found)} matrices of unknown use")
     yield found[0], found[1], found[2]
     yield found[1], found[0], found[2]
 
@@ -268,19 +293,28 @@ def _is_norm(module: nn.Module, size: int) -> bool:
 
 def _copy_norm(ours: Norm, theirs: nn.Module) -> None:
     if isinstance(theirs, nn.LayerNorm) != isinstance(ours, nn.LayerNorm):
-        raise _Unreadable("norms of two types occur")
-    weight: Tensor = theirs.weight.detach() if isinstance(theirs.weight, Tensor) else torch.ones_like(ours.weight)
+        raise Unreadable("norms of two types occur")
+    own = theirs.weight
+    weight = own.detach() if isinstance(own, Tensor) else torch.ones(ours.weight.shape, device=ours.weight.device)
     if isinstance(ours, nn.LayerNorm):
-        bias = theirs.bias
-        ours.bias.zero_() if not isinstance(bias, Tensor) else ours.bias.copy_(bias)
+        _take(ours, "bias", theirs.bias.detach() if isinstance(theirs.bias, Tensor) else torch.zeros_like(weight))
     else:  # some families multiply by 1 + weight: the answer to ones tells
-        weight = weight + (theirs(torch.ones_like(weight)) - weight).float().mean().round()
-    ours.weight.copy_(weight)
+        weight = weight + (theirs(torch.ones_like(weight)) - weight).float().mean().round().to(weight.dtype)
+    _take(ours, "weight", weight)
 
 
 def _copy_matrix(ours: nn.Linear, theirs: Matrix | None) -> None:
     if theirs is None or theirs.weight.shape != ours.weight.shape:
-        raise _Unreadable(f"a matrix of {tuple(ours.weight.shape)} was not found")
-    ours.weight.copy_(theirs.weight)
+        raise Unreadable(f"a matrix of {tuple(ours.weight.shape)} was not found")
+    _take(ours, "weight", theirs.weight)
     if ours.bias is not None:
-        ours.bias.zero_() if theirs.bias is None else ours.bias.copy_(theirs.bias)
+        _take(ours, "bias", theirs.weight.new_zeros(len(theirs.weight)) if theirs.bias is None else theirs.bias)
+
+
+def _take(ours: nn.Module, name: str, values: Tensor) -> None:
+    """Copy values into a parameter; one on the meta device, which has no storage, takes theirs."""
+    parameter = getattr(ours, name)
+    if parameter.is_meta:
+        setattr(ours, name, nn.Parameter(values, requires_grad=False))
+    else:
+        parameter.copy_(values)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtp.kernels import Kernels
+
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
 _DIVISORS = ("logits_scaling",)  # Granite
 _CAPS = ("final_logit_softcapping",)  # Gemma-2 and later
@@ -22,12 +24,16 @@ _FEW_ROWS = 16
 _TRIAL_MATRICES, _TRIAL_SHAPE, _TRIAL_ROWS, _TRIAL_ROUNDS = 12, (1536, 576), 4, 6
 
 
-def project(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def project(hidden: Tensor, matrix: Tensor, bias: Tensor | None, kernels: Kernels | None = None) -> Tensor:
     """hidden [..., D] times matrix [V, D] transposed, plus bias [V]: [..., V].
 
-    Two to sixteen rows in float32 on a CPU are computed with the operands exchanged where that is faster: the large
-    matrix is then read in its own order, which some CPUs reward two to four times over, and others punish.
+    A few rows are computed by `kernels`, if given. Otherwise two to sixteen rows in float32 on a CPU are computed with
+    the operands exchanged where that is faster: the large matrix is then read in its own order, which some CPUs reward
+    two to four times over, and others punish.
     """
+    if kernels is not None and kernels.take(hidden, matrix):
+        product = kernels.product(hidden, matrix)
+        return product if bias is None else product + bias
     rows = hidden.numel() // hidden.shape[-1]
     few = matrix.device.type == "cpu" and matrix.dtype == torch.float32 and 1 < rows <= _FEW_ROWS
     if not (few and exchange_pays(torch.get_num_threads())):

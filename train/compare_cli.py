@@ -4,6 +4,7 @@ Knows: the options, the console, and the files in --out. Refuses to know: how an
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rich.console import Console
 from decode.prompts import read_prompts
 from decode.report import Screen, as_json
 from decode.request import Request
+from decode.speed import speed_up
 from mtp.base import FrozenBase
+from mtp.embedded import default_home
 from mtp.errors import UserError
 from train.compare import Plan, read_plans, train_all
 from train.compare_measure import SEED, TEMPERATURES, Results, measure_all, settings, write_whole
@@ -72,7 +75,9 @@ def _load_base(plan: Plan, console: Console) -> FrozenBase:
     prefix = "model.base."
     named = {key.removeprefix(prefix): value for key, value in plan.keys.items() if key.startswith(prefix)}
     device = "cpu" if plan.keys["trainer.accelerator"] == "cpu" else "auto"
-    return load_base(BaseOptions(**named), device, console)
+    base = load_base(BaseOptions(**named), device, console)
+    speed_up(base, None, "auto", default_home(os.environ), console.print)
+    return base
 
 
 def _data(plan: Plan) -> str:

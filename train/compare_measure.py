@@ -22,6 +22,7 @@ from decode.text import Prompt
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.hub import file_hash, load_heads
+from mtp.layers import use_kernels
 from train.compare import Plan, Say
 
 TEMPERATURES = (0.0, 1.0)
@@ -152,4 +153,5 @@ def load_decoder(base: FrozenBase, folder: Path | None) -> Decoder:
     heads = load_heads(folder)
     heads.to(device=base.device, dtype=base.dtype).eval()
     heads.bind(base.embedding, base.output_matrix)
+    use_kernels(heads, base.kernels)
     return Decoder(base, heads)

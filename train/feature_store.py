@@ -71,7 +71,7 @@ def teacher_positions(example: Example) -> Tensor:
 
 
 class FeatureStore:
-    """The features of a list of examples. Call `build` before `read`.
+    """The features of a list of examples. Call `build` before `read`, all within the same autocast, if any.
 
     Args:
         examples: those of training, in their order.
@@ -89,8 +89,13 @@ class FeatureStore:
         self._open: dict[int, Any] = {}
 
     def _key(self) -> str:
-        facts = [FORMAT, self.base.fingerprint(), str(self.base.dtype), self.layers, self.options.top_k]
+        facts = [FORMAT, self.base.fingerprint(), self._precision(), self.layers, self.options.top_k]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def _precision(self) -> str:
+        """What products run in: the base's own precision, or that of the autocast around this store."""
+        kind, own = self.base.device.type, str(self.base.dtype)
+        return f"{own} in {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else own
 
     def size(self) -> int:
         """Bytes that all files take together, near enough."""
@@ -205,9 +210,11 @@ class FeatureStore:
         return tensors
 
     def _likeliest(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """p [N,k] and base tokens [N,k] of states [N,D]; a few logits at a time."""
+        """p [N,k] and base tokens [N,k] of states [N,D]; a few logits at a time. Logits keep the base's precision: an
+        autocast to bfloat16 would round them by several per cent of p."""
         count = min(self.options.top_k, self.base.vocab_size)
-        found = [self.base.logits(some).float().softmax(-1).topk(count) for some in states.split(POSITIONS)]
+        with torch.autocast(states.device.type, enabled=False):
+            found = [self.base.logits(some).float().softmax(-1).topk(count) for some in states.split(POSITIONS)]
         return torch.cat([p for p, _ in found]), torch.cat([ids for _, ids in found])
 
 

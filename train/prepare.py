@@ -40,7 +40,8 @@ def prepare(
     for line in run_self_tests(base, model.trained, data.train_dataloader()):
         console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
     if model.feature_options.keep:
-        model.store = keep_features(model, data, base, home, console)
+        with trainer.precision_plugin.forward_context():  # as the steps that will read it
+            model.store = keep_features(model, data, base, home, console)
     model.meter.peak = matrix_peak(base.device, base.dtype)
 
 

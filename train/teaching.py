@@ -51,7 +51,7 @@ class StoredTeacher:
     """p from the likeliest tokens that were kept, in the order of the plan: by row, then by position."""
 
     def __init__(self, members: list[Stored], device: torch.device, draft_ids: Tensor | None, vocab_size: int) -> None:
-        self.p = torch.cat([member.p for member in members]).float().to(device)
+        self.p = torch.cat([member.p.float() for member in members]).to(device)
         tokens = torch.cat([member.tokens for member in members]).long().to(device)
         self.ids = to_draft(tokens, draft_ids, vocab_size)
         self.width = vocab_size if draft_ids is None else len(draft_ids)

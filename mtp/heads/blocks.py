@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtp.config import BlockShape
+from mtp.layers import Linear, RMSNorm
 
 Norm: TypeAlias = nn.RMSNorm | nn.LayerNorm
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,29 +29,40 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def make_norm(size: int, shape: BlockShape) -> Norm:
     """A norm of the block's type."""
-    return (nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm)(size, eps=shape.rms_norm_eps)
+    return (RMSNorm if shape.norm == "rms" else nn.LayerNorm)(size, eps=shape.rms_norm_eps)
 
 
 def frequencies(shape: BlockShape) -> Tensor:
-    """Rotary frequencies [at most E/2] in float32, fastest first."""
+    """Rotary frequencies [at most E/2] in float32 on the CPU, fastest first."""
     if shape.rope_frequencies is not None:
-        return torch.tensor(shape.rope_frequencies, dtype=torch.float32)
+        return torch.tensor(shape.rope_frequencies, dtype=torch.float32, device="cpu")
     half = shape.head_dim // 2
-    return shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    return shape.rope_theta ** (-torch.arange(half, dtype=torch.float32, device="cpu") / half)
 
 
-def rotate(heads: Tensor, positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> Tensor:
-    """Rotary embedding of heads [B,T,H,E] at positions [B,T], pairs (i, i + n) of the first 2n entries, n frequencies.
+@dataclass(frozen=True)
+class Turn:
+    """Cosines [B,T,1,2n] and sines [B,T,1,2n], those of the first half negated, of the angles at some positions."""
 
-    Su et al., arXiv 2104.09864.
-    """
-    half = len(frequencies)
-    if not half:
-        return heads
+    cos: Tensor
+    sin: Tensor
+
+
+def turn(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Turn:
+    """What `rotate` multiplies by at positions [B,T]. For several blocks with the same frequencies it is the same."""
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(2)
-    cos, sin = (scale * angles.cos()).to(heads.dtype), (scale * angles.sin()).to(heads.dtype)
-    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    cos, sin = (scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype)
+    return Turn(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+
+
+def rotate(heads: Tensor, by: Turn) -> Tensor:
+    """Rotary embedding of heads [B,T,H,E]: pairs (i, i + n) of the first 2n entries. Su et al., arXiv 2104.09864."""
+    width = by.cos.shape[-1]
+    if not width:
+        return heads
+    turned = heads[..., :width]
+    turned = turned * by.cos + turned.roll(width // 2, dims=-1) * by.sin
+    return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
 
 
 class Attention(nn.Module):
@@ -60,18 +72,18 @@ class Attention(nn.Module):
         super().__init__()
         self.shape = shape
         width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(inputs, width, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(inputs, kv_width, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(inputs, kv_width, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(width, size, bias=shape.output_bias)
+        self.q_proj = Linear(inputs, width, bias=shape.qkv_bias)
+        self.k_proj = Linear(inputs, kv_width, bias=shape.qkv_bias)
+        self.v_proj = Linear(inputs, kv_width, bias=shape.qkv_bias)
+        self.o_proj = Linear(width, size, bias=shape.output_bias)
         if shape.qk_norm:
-            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
         # Neither parameter nor buffer: a change of precision must leave frequencies in float32.
         self._frequencies = frequencies(shape)
 
-    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Inputs [B,M,...] at positions [B,M] to [B,M,J,G,E]."""
+    def queries(self, inputs: Tensor, positions: Tensor | Turn) -> Tensor:
+        """Inputs [B,M,...] at positions [B,M], or turned by what they give, to [B,M,J,G,E]."""
         heads = self.q_proj(inputs).unflatten(-1, (self.shape.num_attention_heads, self.shape.head_dim))
         if self.shape.qk_norm:
             heads = self.q_norm(heads)
@@ -80,8 +92,8 @@ class Attention(nn.Module):
             batch, length, self.shape.num_key_value_heads, -1, self.shape.head_dim
         )
 
-    def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs [B,T,...] at positions [B,T] to keys and values, each [B,T,J,E]."""
+    def keys_values(self, inputs: Tensor, positions: Tensor | Turn) -> tuple[Tensor, Tensor]:
+        """Inputs [B,T,...] at positions [B,T], or turned by what they give, to keys and values, each [B,T,J,E]."""
         split = (self.shape.num_key_value_heads, self.shape.head_dim)
         keys = self.k_proj(inputs).unflatten(-1, split)
         if self.shape.qk_norm:
@@ -93,10 +105,14 @@ class Attention(nn.Module):
         projected: Tensor = self.o_proj(mixed.flatten(2))
         return projected
 
-    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        if self._frequencies.device != heads.device:
-            self._frequencies = self._frequencies.to(heads.device)
-        return rotate(heads, positions, self._frequencies, self.shape.rope_scale)
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        """How queries and keys at positions [B,T] are rotated."""
+        if self._frequencies.device != positions.device:
+            self._frequencies = self._frequencies.to(positions.device)
+        return turn(positions, self._frequencies, dtype, self.shape.rope_scale)
+
+    def _rotate(self, heads: Tensor, positions: Tensor | Turn) -> Tensor:
+        return rotate(heads, positions if isinstance(positions, Turn) else self.turn(positions, heads.dtype))
 
 
 def mix(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -126,9 +142,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.shape = shape
         if shape.gated:
-            self.gate_proj = nn.Linear(size, shape.intermediate_size, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(size, shape.intermediate_size, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.intermediate_size, size, bias=shape.mlp_bias)
+            self.gate_proj = Linear(size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = Linear(size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = Linear(shape.intermediate_size, size, bias=shape.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         act = ACTIVATIONS[self.shape.activation]
@@ -154,12 +170,12 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(size, shape)
         self.mlp = Mlp(size, shape)
 
-    def keys_values(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, hidden: Tensor, positions: Tensor | Turn) -> tuple[Tensor, Tensor]:
         """States [B,T,D] at positions [B,T] to keys and values, each [B,T,J,E]."""
         return self.attention.keys_values(self.attention_norm(hidden), positions)
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, shared: tuple[Tensor, Tensor], visible: Tensor | None = None
+        self, hidden: Tensor, positions: Tensor | Turn, shared: tuple[Tensor, Tensor], visible: Tensor | None = None
     ) -> Tensor:
         """States [B,M,D] at positions [B,M] to [B,M,D], looking at `shared` keys and values as `mix` says."""
         queries = self.attention.queries(self.attention_norm(hidden), positions)

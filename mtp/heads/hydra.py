@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mtp.config import HeadsConfig
 from mtp.heads.interface import Heads, Layout, State
 from mtp.heads.medusa import ResidualHead
+from mtp.layers import Linear
 from mtp.targets import draft_inputs, take_anchors
 
 
@@ -23,8 +24,8 @@ class HydraHead(nn.Module):
 
     def __init__(self, size: int, k: int, num_layers: int) -> None:
         super().__init__()
-        self.shortcut = nn.Linear((k + 1) * size, size, bias=False)
-        self.first = nn.Linear((k + 1) * size, size)
+        self.shortcut = Linear((k + 1) * size, size, bias=False)
+        self.first = Linear((k + 1) * size, size)
         self.rest = ResidualHead(size, num_layers - 1)
         nn.init.eye_(self.shortcut.weight)
         for parameter in self.first.parameters():

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mtp.config import HeadsConfig
+from mtp.layers import UsesKernels
+from mtp.output import project
 from mtp.packed import segment_positions
 from mtp.targets import take_anchors
 
@@ -60,7 +62,7 @@ class State(ABC):
         """A copy with the batch rows `rows` [B'] (long), in that order; a row may occur several times."""
 
 
-class Heads(nn.Module, ABC):
+class Heads(UsesKernels, nn.Module, ABC):
     """q: proposes K tokens from the base's features.
 
     Parameters are the trained part only. The base's input embedding and output matrix are lent by `bind` and are
@@ -103,7 +105,10 @@ class Heads(nn.Module, ABC):
     def project(self, hidden: Tensor) -> Tensor:
         """Logits [...,Vd] of hidden states [...,D], over the draft vocabulary only."""
         assert self._output_rows is not None, "bind() the heads to their base first"
-        return nn.functional.linear(hidden, self._output_rows.to(hidden.dtype))
+        rows = self._output_rows.to(hidden.dtype)
+        if self.kernels is None:
+            return nn.functional.linear(hidden, rows)
+        return project(hidden, rows, None, self.kernels)
 
     @property
     def precision(self) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mtp.config import HeadsConfig
 from mtp.heads.interface import Heads, Layout, State
+from mtp.layers import Linear
 from mtp.targets import take_anchors
 
 
@@ -19,7 +20,7 @@ class ResidualHead(nn.Module):
 
     def __init__(self, size: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Linear(size, size) for _ in range(num_layers))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 

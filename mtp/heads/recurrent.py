@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mtp.config import HeadsConfig
 from mtp.heads.blocks import Attention, KeyValues, Mlp, add_mlp, make_norm
 from mtp.heads.interface import Heads, Layout, State
+from mtp.layers import Linear
 from mtp.targets import draft_inputs, take_anchors
 
 
@@ -69,7 +70,7 @@ class RecurrentHeads(Heads):
         super().__init__(config)
         assert config.block is not None, "recurrent heads need the shape of their block"
         size, shape = config.hidden_size, config.block
-        self.fc = nn.Linear(config.feature_size, size, bias=False)
+        self.fc = Linear(config.feature_size, size, bias=False)
         self.embed_norm = make_norm(size, shape)
         self.hidden_norm = make_norm(size, shape)
         self.attention = Attention(2 * size, size, shape)

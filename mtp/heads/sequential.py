@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mtp.config import HeadsConfig
 from mtp.heads.blocks import Block, KeyValues, make_norm
 from mtp.heads.interface import Heads, Layout, State
+from mtp.layers import Linear
 from mtp.targets import draft_inputs, take_anchors
 
 
@@ -35,7 +36,7 @@ class Depth(nn.Module):
         self.embed_first = config.concat_order == "embed_hidden"
         self.embed_norm = make_norm(size, shape)
         self.hidden_norm = make_norm(size, shape)
-        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.projection = Linear(2 * size, size, bias=False)
         self.block = Block(size, shape)
         self.norm = make_norm(size, shape)
 

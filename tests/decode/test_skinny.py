@@ -46,7 +46,7 @@ def test_where_it_applies(rows: int, used: bool) -> None:
 def test_the_base_uses_it_when_it_verifies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shapes = []
 
-    def spy(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    def spy(hidden: Tensor, matrix: Tensor, bias: Tensor | None, _: None) -> Tensor:
         shapes.append(tuple(hidden.shape[:-1]))
         return project(hidden, matrix, bias)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mtp.config import BlockShape
 from mtp.heads import Heads, build_heads
-from mtp.heads.blocks import block_parameters, frequencies, norm_parameters, rotate
+from mtp.heads.blocks import block_parameters, frequencies, norm_parameters, rotate, turn
 from tests.mtp.heads_toys import BLOCK, GPT2, NEOX, QWEN3, VARIANTS, D, K, V, toy_config, toy_heads
 
 TOLERANCE = 1e-6  # float64 with a float32 rotation
@@ -232,8 +232,8 @@ def test_rotation_depends_on_distance_only() -> None:
     query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
     scores = []
     for shift in (0, 5):
-        q = rotate(query, torch.tensor([[7 + shift]]), frequencies(BLOCK))
-        k = rotate(key, torch.tensor([[3 + shift]]), frequencies(BLOCK))
+        q = rotate(query, turn(torch.tensor([[7 + shift]]), frequencies(BLOCK), query.dtype))
+        k = rotate(key, turn(torch.tensor([[3 + shift]]), frequencies(BLOCK), key.dtype))
         scores.append(float((q * k).sum()))
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 

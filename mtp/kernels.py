@@ -1,0 +1,174 @@
+"""Products of a few rows in C: compiled once per machine, measured, and used where they are faster.
+
+Knows: how `kernels.c` becomes functions, for which numbers of rows this CPU profits, and what they take: float32,
+dense, on a CPU, without gradient. Refuses to know: which modules use them; and to be needed: without a compiler there
+are none, and everything is computed by torch.
+
+Shapes: n rows, D inputs, V outputs.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.c")
+MOST_ROWS = 8  # as in the source
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+_TIMEOUT = 120  # seconds
+_TRIAL_MATRICES, _TRIAL_SHAPE, _TRIAL_ROUNDS = 24, (1536, 576), 5
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+
+
+class NoKernels(Exception):
+    """Why there are none on this machine."""
+
+
+class Kernels:
+    """The functions of a compiled `kernels.c`.
+
+    Args:
+        library: path of the shared object.
+        rows: for which numbers of rows `product` is to be used; None measures it.
+    """
+
+    def __init__(self, library: Path, rows: frozenset[int] | None = None) -> None:
+        try:
+            found = ctypes.CDLL(str(library))
+            self._products, self._rms_norm = found.products, found.rms_norm
+        except (OSError, AttributeError) as error:
+            raise NoKernels(f"{library} cannot be loaded ({error})") from None
+        self._products.argtypes = [_INT, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT]
+        self._rms_norm.argtypes = [_INT, _LONG, _POINTER, _POINTER, ctypes.c_float, _POINTER]
+        self._products.restype = self._rms_norm.restype = None
+        self._check()
+        self.rows = faster_rows(self) if rows is None else rows
+
+    def __deepcopy__(self, _: object) -> "Kernels":
+        return self
+
+    def take(self, hidden: Tensor, matrix: Tensor) -> bool:
+        """Whether `product` is to compute this one."""
+        rows = hidden.numel() // hidden.shape[-1]
+        return (
+            rows in self.rows
+            and hidden.dtype == matrix.dtype == torch.float32
+            and matrix.device.type == "cpu"
+            and matrix.is_contiguous()
+            and not _recorded(hidden, matrix)
+        )
+
+    def product(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        """hidden [..., D], n <= 8 rows in all, times matrix [V, D] transposed: [..., V]. A row's numbers do not depend
+        on the other rows."""
+        hidden = hidden.contiguous()
+        size, outputs = hidden.shape[-1], matrix.shape[0]
+        found = hidden.new_empty(*hidden.shape[:-1], outputs)
+        rows, threads = hidden.numel() // size, torch.get_num_threads()
+        places = hidden.data_ptr(), matrix.data_ptr(), found.data_ptr()
+        self._products(rows, size, outputs, *places, threads)
+        return found
+
+    def take_norm(self, hidden: Tensor, weight: Tensor) -> bool:
+        """Whether `rms_norm` can compute this one."""
+        few = hidden.numel() // hidden.shape[-1] <= MOST_ROWS and hidden.device.type == "cpu"
+        return few and hidden.dtype == weight.dtype == torch.float32 and not _recorded(hidden, weight)
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """hidden [..., D] divided by the root of its mean square, times weight [D]."""
+        hidden = hidden.contiguous()
+        found, size = torch.empty_like(hidden), hidden.shape[-1]
+        self._rms_norm(hidden.numel() // size, size, hidden.data_ptr(), weight.data_ptr(), eps, found.data_ptr())
+        return found
+
+    def _check(self) -> None:
+        """NoKernels unless products are right, whatever the compiler made of the source."""
+        matrix = torch.linspace(-1, 1, 13 * 37).view(13, 37)
+        for rows in range(1, MOST_ROWS + 1):
+            hidden = torch.linspace(1, -2, rows * 37).view(rows, 37)
+            if not torch.allclose(self.product(hidden, matrix), F.linear(hidden, matrix), atol=1e-4):
+                raise NoKernels(f"a product of {rows} rows comes out wrong")
+
+
+def _recorded(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def faster_rows(kernels: Kernels) -> frozenset[int]:
+    """The numbers of rows, 1 to 8, that the kernel multiplies faster than torch on this CPU. Takes some 0.2 s."""
+    matrices = torch.zeros(_TRIAL_MATRICES, *_TRIAL_SHAPE)
+    faster = set()
+    for rows in range(1, MOST_ROWS + 1):
+        hidden = torch.zeros(rows, _TRIAL_SHAPE[1])
+        if _fastest(kernels.product, hidden, matrices) < _fastest(F.linear, hidden, matrices):
+            faster.add(rows)
+    return frozenset(faster)
+
+
+def _fastest(product: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, matrices: Tensor) -> float:
+    """Seconds for all matrices, the best of several rounds."""
+    spent = []
+    for _ in range(_TRIAL_ROUNDS):
+        started = time.perf_counter()
+        for matrix in matrices:
+            product(hidden, matrix)
+        spent.append(time.perf_counter() - started)
+    return min(spent)
+
+
+def load(folder: Path) -> Kernels:
+    """The kernels kept in `folder`, compiled if they are not there; a damaged file is compiled anew. NoKernels where
+    that fails."""
+    library = build(folder)
+    try:
+        return Kernels(library)
+    except NoKernels:
+        library.unlink(missing_ok=True)
+        return Kernels(build(folder))
+
+
+def build(folder: Path) -> Path:
+    """The shared object in `folder`, compiled if it is not there for this source, compiler and CPU. NoKernels where
+    that fails."""
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise NoKernels(f"no C compiler was found (tried {', '.join(_COMPILERS)})")
+    key = hashlib.sha256("\0".join([SOURCE.read_text("utf-8"), compiler, *_FLAGS, _processor()]).encode())
+    library = folder / f"kernels-{key.hexdigest()[:16]}.so"
+    if not library.is_file():
+        _compile(compiler, library)
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            part = Path(scratch) / library.name
+            command = [compiler, *_FLAGS, str(SOURCE), "-o", str(part)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+            if done.returncode:
+                raise NoKernels(f"{compiler} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+            os.replace(part, library)  # noqa: PTH105
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoKernels(f"{compiler} could not write {library} ({error})") from None
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -1,0 +1,128 @@
+"""The base's decoder layers as a stack of our own blocks, sharing its weights: steps of a few rows at little cost.
+
+Knows: how to run the blocks over rows that follow what a cache holds, and how to find out on a few tokens that this
+gives the base's own states. A base for which it does not is refused with the reason, and runs in transformers.
+Refuses to know: heads, sampling, and several texts at once.
+
+Shapes: R new rows, T_past cached positions, T = T_past + R, D hidden, H query heads, J key-value heads, G = H / J, E
+head size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtp.base import BaseOutput, FrozenBase
+from mtp.cache import BaseCache, RollbackLayer
+from mtp.errors import UserError
+from mtp.heads.blocks import Block, add_mlp
+from mtp.kernels import Kernels
+from mtp.last_block import Unreadable, share_blocks, some_tokens
+from mtp.layers import RMSNorm, use_kernels
+from mtp.tree_mask import TreeMask
+
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of transformers: those that no length of the text changes
+_PROBE = 9  # tokens: some that are read first, and some that follow in one forward
+_PROBE_READ = 5
+
+
+class Stack:
+    """Call `Stack.of`. Not a module: nothing here is trained, saved or moved."""
+
+    def __init__(self, base: FrozenBase, blocks: Sequence[Block], norm: nn.Module) -> None:
+        self.base, self.blocks, self.norm = base, list(blocks), norm
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, base: FrozenBase, kernels: Kernels | None = None) -> "Stack":
+        """The stack of a base, or `Unreadable`: why there is none that computes what the base does."""
+        _check_kind(base)
+        stack = cls(base, share_blocks(base), _final_norm(base))
+        for module in (*stack.blocks, stack.norm):
+            use_kernels(module, kernels)
+        stack._compare()
+        return stack
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Tensor, cache: BaseCache, feature_layers: Sequence[int] = (), tree: TreeMask | None = None
+    ) -> BaseOutput:
+        """As `FrozenBase.forward` for one text: tokens [1, R] behind what `cache` holds, which is extended by them."""
+        rows, past = tokens.shape[1], cache.length
+        places = torch.arange(rows, device=tokens.device) if tree is None else tree.depths
+        turn = self.blocks[0].attention.turn((past + places)[None], self.base.dtype)
+        mask = self._mask(rows, past, tree)
+        hidden = F.embedding(tokens, self.base.embedding)
+        states = {}
+        for number, (block, kept) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            states[number] = hidden
+            inputs = block.attention_norm(hidden)
+            queries = block.attention.queries(inputs, turn)
+            keys, values = block.attention.keys_values(inputs, turn)
+            mixed = _attend(queries, *kept.update(keys.transpose(1, 2), values.transpose(1, 2)), mask)
+            hidden = add_mlp(hidden, block.attention.output(mixed), block.mlp_norm, block.mlp)
+        cache.advance(rows)
+        hidden = states[len(self.blocks)] = self.norm(hidden)
+        wanted = [states[layer] for layer in feature_layers]
+        return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
+
+    def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:
+        """What is added to the scores of the G R queries of a key-value head [R * G, T]; None for a single row."""
+        if rows == 1:
+            return None
+        device, shape = self.base.device, self.blocks[0].attention.shape
+        seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril() if tree is None else tree.visible
+        mask = torch.zeros(rows, past + rows, dtype=self.base.dtype, device=device)
+        mask[:, past:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        return mask.repeat_interleave(shape.num_attention_heads // shape.num_key_value_heads, dim=0)
+
+    def _compare(self) -> None:
+        """`Unreadable` unless states after a prompt and with a cache are those of the base."""
+        tokens, layers = some_tokens(self.base, _PROBE), tuple(range(self.base.num_layers + 1))
+        ours, theirs = self.base.new_cache(), self.base.new_cache()
+        tolerance = 1e-4 if self.base.dtype.itemsize >= 4 else 0.05
+        for part in (tokens[:, :_PROBE_READ], tokens[:, _PROBE_READ:-1], tokens[:, -1:]):
+            found = self.forward(part, ours, layers).features.chunk(len(layers), -1)
+            wanted = self.base.forward(part, cache=theirs, feature_layers=layers).features.chunk(len(layers), -1)
+            for layer, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                if not bool((one - other).abs().max() <= tolerance * other.abs().max()):
+                    raise Unreadable(f"states at layer {layer} come out differently")
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Queries [1,R,J,G,E] over keys and values [1,J,T,E] to [1,R,J,G,E]. The G queries of a key-value head stand where
+    attention expects positions, so that keys need no repeating."""
+    _, rows, heads, groups, size = queries.shape
+    folded = queries.permute(0, 2, 1, 3, 4).reshape(1, heads, rows * groups, size)
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return mixed.view(1, heads, rows, groups, size).permute(0, 2, 1, 3, 4)
+
+
+def _check_kind(base: FrozenBase) -> None:
+    """`Unreadable` for what a few tokens would not show: windows, and rotations that change with the text's length."""
+    config = base.model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
+    if kind not in _FIXED_ROTATIONS:
+        raise Unreadable(f"its rotary embedding is of type {kind}")
+    try:
+        cache = base.new_cache()
+    except UserError as error:
+        raise Unreadable(str(error)) from None
+    if cache.slides or getattr(config, "attention_layers", None):
+        raise Unreadable("some of its layers see a window only")
+    if len(cache.layers) != base.num_layers or not all(isinstance(layer, RollbackLayer) for layer in cache.layers):
+        raise Unreadable("some of its layers keep no keys of their own")
+
+
+def _final_norm(base: FrozenBase) -> nn.Module:
+    """The base's final norm as one of ours where it is of the plain kind, so that kernels can compute it."""
+    theirs = base.final_norm
+    weight, eps = getattr(theirs, "weight", None), getattr(theirs, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return theirs
+    ours = RMSNorm(len(weight), eps=eps, device="meta")
+    ours.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return ours
