@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from decode.draft_length import DraftLengths, measure
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, Step
 from decode.request import Request, make_request
@@ -105,6 +106,7 @@ class Decoder:
             check_pair(base, heads)
         self.base = base
         self.heads = heads
+        self._lengths: DraftLengths | None = None  # what `--draft-length auto` has learned
 
     @classmethod
     def from_pretrained(
@@ -184,7 +186,7 @@ class Decoder:
             device=self.base.device,
         )
         stopping = self._stopping(request, len(ids))
-        engine = self._engine()
+        engine = self._engine(request)
         stats = self._stats(engine, request, processors)
         steps = engine.run(
             ids, request=request, stopping=stopping, random=self._random(request), stats=stats, processors=processors
@@ -193,9 +195,14 @@ class Decoder:
         to_text = plain_text(tokenizer, special=False) if tokenizer is not None else _no_text
         return Stream(steps, TextStream(to_text), len(ids), stats)
 
-    def _engine(self) -> Engine:
+    def _engine(self, request: Request) -> Engine:
         """One per text: its cache and the heads' state are that text's own, so that several can be decoded in turn."""
-        return Engine(BaseTarget(self.base), HeadsDrafter(self.heads) if self.heads is not None else None)
+        if self.heads is None:
+            return Engine(BaseTarget(self.base))
+        target, drafter = BaseTarget(self.base), HeadsDrafter(self.heads)
+        if request.draft_length == "auto" and self._lengths is None:
+            self._lengths = DraftLengths(measure(target, drafter, drafter.max_draft_length))
+        return Engine(target, drafter, lengths=self._lengths if request.draft_length == "auto" else None)
 
     def _with_bad_words(self, request: Request) -> Request:
         """The texts of --bad-words as ids, at the start of a word and inside one."""

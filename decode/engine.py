@@ -8,11 +8,13 @@ Shapes: B batch, K draft position, R rows of a block, T position, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from decode.chain import Chain, Drafting, Outcome, draft_chain
+from decode.draft_length import DraftLengths
 from decode.drafters import Drafter
 from decode.laws import Laws, refuse_row
 from decode.request import Request
@@ -25,6 +27,8 @@ from mtp.errors import UserError
 from mtp.processors import TextProcessors
 from mtp.sampling import RandomSource
 from mtp.verify import Rule
+
+_MOST_WAITING = 32  # steps without drafts, whose features are kept
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,24 @@ class Step:
 class Engine:
     """Decodes with a target (p) and, unless K is 0, a drafter (q)."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None) -> None:
-        """`rule` judges chains in place of the request's own: how `decode.check` shows what a wrong one does."""
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        rule: Rule | None = None,
+        lengths: DraftLengths | None = None,
+    ) -> None:
+        """`rule` judges chains in place of the request's own: how `decode.check` shows what a wrong one does. `lengths`
+        chooses K in every step; None drafts all that is asked for."""
         self.target = target
         self.drafter = drafter
         self.rule = rule
+        self.lengths = lengths
 
-    def check_draft_length(self, draft_length: int | None) -> int:
-        """The K to use: all the drafter has when none is named. UserError beyond that."""
+    def check_draft_length(self, draft_length: int | Literal["auto"] | None) -> int:
+        """The largest K to use: all the drafter has when none is named. UserError beyond that."""
         trained = self.drafter.max_draft_length if self.drafter else 0
-        if draft_length is None:
+        if draft_length is None or draft_length == "auto":
             return trained
         if not 0 <= draft_length <= trained:
             why = f"these heads were trained for {trained}" if self.drafter else "there are no heads to draft with"
@@ -97,7 +109,8 @@ class _Text:
         self.target = engine.target
         self.drafter = engine.drafter if stats.draft_length else None
         self.request, self.random, self.stats = request, random, stats
-        self.rule = engine.rule or request.rule
+        self.rule, self.lengths = engine.rule or request.rule, engine.lengths
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # verified anchors that the drafter has not taken in yet
         self.laws = Laws(request, processors, self.drafter.draft_ids if self.drafter else None)
         self.shape = TreeShape.parse(request.tree) if request.tree and self.drafter else None
         self.watch = Stopwatch(stats, self.target.device)
@@ -140,9 +153,19 @@ class _Text:
         """K of this step: a step commits up to K + 1 tokens. Without any anchor there is nothing to draft from."""
         if self.drafter is None or len(self.text) < 2:
             return 0
-        return min(self.stats.draft_length, remaining - 1)
+        wanted = self.stats.draft_length if self.lengths is None else self.lengths.choose()
+        return min(wanted, remaining - 1)
+
+    def _take_in(self) -> None:
+        """Show the drafter what was committed since it last drafted, in one call."""
+        if self.drafter and self.waiting:
+            features, tokens = zip(*self.waiting, strict=True)
+            self.drafter.ingest(torch.cat(features, dim=1), torch.cat(tokens, dim=1))
+            self.waiting = []
 
     def _propose(self, count: int) -> "Chain | Tree":
+        if count or len(self.waiting) >= _MOST_WAITING:
+            self._take_in()
         given = Drafting(self.drafter, self.text, self.laws, self.target.vocab_size, self.request, self.random)
         if self.shape is not None and count:
             return draft_tree(given, self.shape, count)
@@ -154,6 +177,8 @@ class _Text:
         return chosen
 
     def _count(self, outcome: Outcome, kept: int) -> None:
+        if self.lengths is not None:
+            self.lengths.learn(outcome.drafted, len(outcome.path))
         self.stats.record(outcome.drafted, len(outcome.path), kept, outcome.overlap, outcome.nodes)
         self.stats.residual_empty += outcome.residual_empty
         self.stats.unusable_q += outcome.unusable_q
@@ -168,4 +193,4 @@ class _Text:
         committed = torch.tensor(outcome.tokens, device=self.text.device)
         self.text = torch.cat([self.text, committed])
         if self.drafter:
-            self.drafter.ingest(features[:, [0, *outcome.path]], committed[None])
+            self.waiting.append((features[:, [0, *outcome.path]], committed[None]))

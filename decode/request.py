@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from decode.tree_shape import TREE_RULE, TreeShape
 from mtp.errors import UserError
@@ -22,7 +22,9 @@ class Request(SamplingConfig):
 
     max_new_tokens: int = option(128, "most tokens to generate per prompt; the base's context may end it earlier")
     seed: int | None = option(None, "makes the draws repeatable; each prompt starts from it")
-    draft_length: int | None = option(None, "K; default: what was trained; 0 decodes plainly")
+    draft_length: int | Literal["auto"] | None = option(
+        None, "K; default: what was trained; 0 decodes plainly; auto: the fastest, chosen anew in every step"
+    )
     verify: str | None = option(
         None, "acceptance rule: block (default), token, match or lossy-typical (not exact); greedy at temperature 0"
     )
@@ -71,8 +73,10 @@ class Request(SamplingConfig):
             raise UserError(
                 f"--min-new-tokens is {self.min_new_tokens}, but --max-new-tokens is {self.max_new_tokens}; use less."
             )
-        if self.draft_length is not None and self.draft_length < 0:
-            raise UserError(f"--draft-length is {self.draft_length}; use 0 (off) or a positive number.")
+        if isinstance(self.draft_length, str) and self.draft_length != "auto":
+            raise UserError(f"--draft-length is {self.draft_length!r}; use auto, 0 (off) or a positive number.")
+        if isinstance(self.draft_length, int) and self.draft_length < 0:
+            raise UserError(f"--draft-length is {self.draft_length}; use auto, 0 (off) or a positive number.")
         if self.seed is not None:
             check_seed(self.seed)
         if any(token < 0 for token in self.stop_ids):
@@ -110,6 +114,8 @@ class Request(SamplingConfig):
         TreeShape.parse(self.tree)
         if self.draft_length == 0:
             raise UserError(f"--tree is {self.tree}, but --draft-length is 0, which drafts nothing; leave one out.")
+        if self.draft_length == "auto":
+            raise UserError(f"--tree is {self.tree}, which has a size of its own; leave out --draft-length auto.")
         if self.adaptive:
             raise UserError(
                 f"--tree is {self.tree}, which has a size of its own; leave out --draft-min-confidence, "
