@@ -30,6 +30,7 @@ from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.targets import first_drafts
 from train.chat import Example
+from train.cost import product_dtype
 
 SHARD = 64  # examples in a file
 TOKENS, POSITIONS = 4096, 256  # that the base runs on at once, and that have logits in memory
@@ -93,9 +94,9 @@ class FeatureStore:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _precision(self) -> str:
-        """What products run in: the base's own precision, or that of the autocast around this store."""
-        kind, own = self.base.device.type, str(self.base.dtype)
-        return f"{own} in {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else own
+        """That of the base's weights, and what products run in where that is another one."""
+        own, products = self.base.dtype, product_dtype(self.base)
+        return str(own) if own == products else f"{own} in {products}"
 
     def size(self) -> int:
         """Bytes that all files take together, near enough."""

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from mtp.base import FrozenBase
 from train.console import COLUMNS, load_base
-from train.cost import check_memory, estimate_memory, free_memory, matrix_peak
+from train.cost import check_memory, estimate_memory, free_memory, matrix_peak, product_dtype
 from train.data import ChatDataModule
 from train.feature_store import FeatureStore
 from train.inspect import vocab_warning
@@ -39,10 +39,10 @@ def prepare(
     console.print(check_size(model, data, base), highlight=False, soft_wrap=True)
     for line in run_self_tests(base, model.trained, data.train_dataloader()):
         console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
-    if model.feature_options.keep:
-        with trainer.precision_plugin.forward_context():  # as the steps that will read it
+    with trainer.precision_plugin.forward_context():  # as the steps will run
+        if model.feature_options.keep:
             model.store = keep_features(model, data, base, home, console)
-    model.meter.peak = matrix_peak(base.device, base.dtype)
+        model.meter.peak = matrix_peak(base.device, product_dtype(base))
 
 
 def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: FrozenBase, console: Console) -> None:

@@ -211,6 +211,29 @@ def test_what_a_file_depends_on_is_in_its_name(base: FrozenBase, tmp_path: Path)
     assert new_store(tmp_path, base, swapped).store.missing() == [0]
 
 
+def test_an_autocast_has_files_of_its_own_and_leaves_p_exact(base: FrozenBase, tmp_path: Path) -> None:
+    examples = texts(3)
+    plain, _ = new_store(tmp_path, base, examples)
+    plain.build()
+    with torch.autocast("cpu", torch.bfloat16):
+        half, _ = new_store(tmp_path, base, examples)
+        assert half.missing() == [0]
+        half.build()
+        logits = base.logits(torch.ones(2, base.hidden_size))
+        p, _ = half._likeliest(torch.ones(2, base.hidden_size))
+    assert logits.equal(logits.bfloat16().float()), "the autocast rounds logits"
+    assert torch.allclose(p.sum(-1), torch.ones(2), atol=1e-5)
+    exact = base.logits(torch.ones(2, base.hidden_size)).softmax(-1).sort(descending=True).values
+    torch.testing.assert_close(p, exact)
+    torch.testing.assert_close(half.read(0).p, plain.read(0).p, atol=0.1, rtol=0)
+
+
+def test_training_in_half_precision_reads_the_store(tmp_path: Path) -> None:
+    changes = {"model__features": {"keep": True, "dir": str(tmp_path / "features")}, "model__decode__prompts": None}
+    train(tmp_path, trainer__precision="bf16-mixed", trainer__max_steps=2, trainer__val_check_interval=2, **changes)
+    assert len(list((tmp_path / "features").glob("*/*.safetensors"))) == 1
+
+
 def test_a_disk_that_is_too_small(base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = new_store(tmp_path, base, texts(20))
     usage = shutil.disk_usage(tmp_path)
