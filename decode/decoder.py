@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from decode.chain import Drafting
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, Step
+from decode.laws import Laws
 from decode.request import Request, make_request
 from decode.speed import Compile, check_compile, speed_up
 from decode.stats import DecodeStats
@@ -176,13 +179,7 @@ class Decoder:
         ids = encode(self.base.tokenizer, prompt, request.chat)
         self._check_ids(ids)
         request = self._with_bad_words(request)
-        processors = TextProcessors(
-            request,
-            prompt_length=len(ids),
-            eos_token_ids=self.base.eos_token_ids,
-            vocab_size=self.base.vocab_size,
-            device=self.base.device,
-        )
+        processors = self._processors(request, len(ids))
         stopping = self._stopping(request, len(ids))
         engine = self._engine()
         stats = self._stats(engine, request, processors)
@@ -192,6 +189,17 @@ class Decoder:
         tokenizer = self.base.tokenizer
         to_text = plain_text(tokenizer, special=False) if tokenizer is not None else _no_text
         return Stream(steps, TextStream(to_text), len(ids), stats)
+
+    def drafting(self, request: Request, committed: Tensor) -> Drafting:
+        """What a step behind `committed` [n] has to draft with. Its drafter has not seen the text yet."""
+        request = self._with_bad_words(request)
+        drafter = None if self.heads is None else HeadsDrafter(self.heads)
+        laws = Laws(request, self._processors(request, len(committed)), drafter.draft_ids if drafter else None)
+        return Drafting(drafter, committed, laws, self.base.vocab_size, request, self._random(request))
+
+    def _processors(self, request: Request, prompt_length: int) -> TextProcessors:
+        eos, vocab_size = self.base.eos_token_ids, self.base.vocab_size
+        return TextProcessors(request, prompt_length, eos, vocab_size, self.base.device)
 
     def _engine(self) -> Engine:
         """One per text: its cache and the heads' state are that text's own, so that several can be decoded in turn."""
