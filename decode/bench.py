@@ -1,81 +1,36 @@
 """Speed with and without drafting, measured side by side.
 
-Knows: three ways to decode the same prompts with the same settings: `mtp` (heads draft), `plain` (same engine, K = 0)
-and `transformers` (`model.generate()`). Refuses to time one side differently: every side gets the same token ids, is
-warmed up once, takes its turn on every prompt, and its wall time includes the prefill.
+Knows: four ways to decode the same prompts with the same settings: `mtp` (heads draft), `plain` (same engine, K = 0),
+`transformers` (`model.generate()`) and `lookup` (that with prompt lookup). Refuses to time one side differently: every
+side gets the same token ids, is warmed up once without being timed, takes its turn on every prompt, and its wall time
+includes the prefill.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from statistics import fmean
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig
 
+from decode.costs import CONTEXT, LEAST_ROWS, Costs, measure_steps, read_bandwidth, weight_bytes
 from decode.decoder import Decoder
 from decode.request import Request
+from decode.rivals import LOOKUP_TOKENS, transformers_runner
+from decode.sides import Runner, Side, Spent, paired, spread, take_turns
 from decode.stats import DecodeStats
 from decode.stopping import room
+from decode.target import BaseTarget
 from decode.text import Prompt, encode
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 
-RIVALS = ("plain", "transformers")
+RIVALS = ("plain", "transformers", "lookup")
+DEFAULT_RIVALS = ("plain", "transformers")
 _NOT_SETTINGS = {"max_new_tokens", "draft_length", "verify", "tree", "chat"}
 _WARM_UP_TOKENS = 8
-
-
-@dataclass
-class Side:
-    """One way to decode, and what it has done so far."""
-
-    name: str
-    run: Callable[[list[int], int], tuple[int, DecodeStats | None]]
-    """(prompt ids, max_new_tokens) to the number of generated tokens and, from our engine, its statistics."""
-    tokens: int = 0
-    wall: float = 0.0
-    stats: DecodeStats | None = None
-    by_category: dict[str, DecodeStats] = field(default_factory=dict)
-
-    def measure(self, ids: list[int], max_new_tokens: int, category: str | None = None) -> None:
-        started = time.perf_counter()
-        tokens, stats = self.run(ids, max_new_tokens)  # ends with the ids on the CPU, hence after the device
-        self.wall += time.perf_counter() - started
-        self.tokens += tokens
-        if stats is None:
-            return
-        self.stats = self.stats or stats.empty()
-        self.stats.merge(stats)
-        if category is not None:
-            self.by_category.setdefault(category, stats.empty()).merge(stats)
-
-    @property
-    def tok_per_s(self) -> float:
-        """Generated tokens per wall second, prefill included."""
-        return self.tokens / self.wall if self.wall else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        report: dict[str, Any] = {"name": self.name}
-        if self.stats:
-            seconds = dict(self.stats.seconds)
-            seconds["other"] = self.wall - sum(spent for phase, spent in seconds.items() if phase != "other")
-            report |= {
-                "accept_len": self.stats.accept_len,
-                "steps": self.stats.steps,
-                "accepted_per_position": self.stats.accepted_per_position,
-                "alpha": self.stats.alpha,
-                "seconds": seconds,
-                "rule_share": seconds["rule"] / max(self.wall - seconds["prefill"], 1e-9),
-            }
-        if self.by_category:
-            lengths = {name: stats.accept_len for name, stats in sorted(self.by_category.items())}
-            report |= {"accept_len_by_category": lengths, "accept_len_category_mean": fmean(lengths.values())}
-        return report | {"tok_per_s": self.tok_per_s, "tokens": self.tokens, "wall_seconds": self.wall}
 
 
 def bench(
@@ -83,12 +38,29 @@ def bench(
     prompts: Sequence[Prompt],
     request: Request,
     heads_name: str,
-    against: Sequence[str] = RIVALS,
+    against: Sequence[str] = DEFAULT_RIVALS,
     on_prompt: Callable[[], None] = lambda: None,
     categories: Sequence[str | None] | None = None,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
     one for each prompt, the acceptance length is told for each of them too, and as their mean.
+
+    Keys of the report, besides where and with which settings it was measured:
+        results: of each side, mtp first: `name`, `tokens`, `wall_seconds`, `tok_per_s` (tokens over seconds, prefill
+            included), the same `tok_per_s_by_prompt`, and its `tok_per_s_spread` over prompts (median, min, max). Of
+            our engine also `accept_len` (and `accept_len_by_category`, `accept_len_category_mean`), `steps`,
+            `accepted_per_position` and `alpha` [K], `seconds` by phase, `step_seconds` (prefill aside), and the shares
+            of a step that are the rule's (`rule_share`) and that are not the base's forward (`overhead_share`).
+        ratios: mtp's `tok_per_s` over that of each other side.
+        paired_ratios: median, min and max over the prompts of that ratio on one prompt.
+        costs: parts measured alone, behind `context` places: `forward_seconds` over 1, 2, … rows, `draft_seconds` of
+            one draft (null without), `weight_bytes` that a forward reads, the `forward_bandwidth` that one row makes of
+            them, the machine's `read_bandwidth`, `memory_floor_seconds` (weights over that), and `step_over_floor`:
+            how many times that a step of mtp takes.
+        cost_model: from these, the speed over that of plain decoding to expect of 1, 2, …, K drafts per step
+            (`speed_up`), and as `measured` with K, both without prefill; null without drafts, with a tree, with
+            `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not measured.
+        lookup_tokens: the most drafts of a step of the side `lookup`; null where it was not measured.
 
     Raises UserError on settings that cannot be met, before anything is timed.
     """
@@ -97,28 +69,35 @@ def bench(
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
     for side in sides:
         side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
-    named = [None] * len(encoded) if categories is None else categories
-    for index, (ids, budget, category) in enumerate(zip(encoded, budgets, named, strict=True)):
-        turn = index % len(sides)  # nobody is always first
-        for side in sides[turn:] + sides[:turn]:
-            side.measure(ids, budget, category)
-        on_prompt()
-    return _report(decoder.base, request, sides, len(encoded), heads_name)
+    take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
+    ours = sides[0].stats
+    assert ours is not None
+    costs = _measure_costs(decoder, request, encoded, ours.draft_length)
+    return {
+        **_report(decoder.base, request, sides, heads_name),
+        **_cost_report(costs, sides, request.draft_length == "auto"),
+    }
 
 
 def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[Side]:
-    unknown = [name for name in against if name not in RIVALS]
-    if unknown:
-        raise UserError(f"--against has {unknown[0]!r}; use any of {','.join(RIVALS)}.")
-    runners: dict[str, Callable[[], Callable[[list[int], int], tuple[int, DecodeStats | None]]]] = {
+    check_rivals(against)
+    runners: dict[str, Callable[[], Runner]] = {
         "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None)),
-        "transformers": lambda: _transformers_runner(decoder.base, request),
+        "transformers": lambda: transformers_runner(decoder.base, request),
+        "lookup": lambda: transformers_runner(decoder.base, request, LOOKUP_TOKENS),
     }
     rivals = [Side(name, runners[name]()) for name in dict.fromkeys(against)]
     return [Side("mtp", _engine_runner(decoder, request)), *rivals]
 
 
-def _engine_runner(decoder: Decoder, request: Request) -> Callable[[list[int], int], tuple[int, DecodeStats | None]]:
+def check_rivals(against: Sequence[str]) -> None:
+    """UserError for a side that there is not."""
+    unknown = [name for name in against if name not in RIVALS]
+    if unknown:
+        raise UserError(f"--against has {unknown[0]!r}; use any of {','.join(RIVALS)}.")
+
+
+def _engine_runner(decoder: Decoder, request: Request) -> Runner:
     def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
         fewest = min(request.min_new_tokens, max_new_tokens)
         stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens, min_new_tokens=fewest))
@@ -129,85 +108,55 @@ def _engine_runner(decoder: Decoder, request: Request) -> Callable[[list[int], i
     return run
 
 
-def _transformers_runner(
-    base: FrozenBase, request: Request
-) -> Callable[[list[int], int], tuple[int, DecodeStats | None]]:
-    choices = _generation_choices(request)
-    eos = list(base.eos_token_ids)
-
-    def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
-        tokens = torch.tensor([ids], device=base.device)
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
-        )
-        with _generation_config(base, config), torch.random.fork_rng():
-            torch.manual_seed(request.seed or 0)
-            output = base.model.generate(tokens, attention_mask=torch.ones_like(tokens))
-        return len(output[0].tolist()) - len(ids), None
-
-    return run
+def _measure_costs(decoder: Decoder, request: Request, encoded: Sequence[list[int]], drafts: int) -> Costs:
+    """Behind text of the prompts, again and again, and with all drafts that a step may have."""
+    base = decoder.base
+    rows = max(1, min(max(LEAST_ROWS, drafts + 1), base.context_length - 1))
+    past = max(1, min(CONTEXT, base.context_length - rows))
+    tokens = list(islice(cycle(chain.from_iterable(encoded)), past + rows))
+    text = torch.tensor(tokens, device=base.device)
+    steady = replace(request, draft_min_confidence=0.0, draft_max_entropy=None, draft_min_prob=0.0)
+    given = decoder.drafting(steady, text[: past + 1])
+    forward, draft = measure_steps(BaseTarget(base), given, text[past + 1 :], drafts)
+    return Costs(past, forward, draft, weight_bytes(base), read_bandwidth(base.device))
 
 
-# Settings of a request and their names in GenerationConfig; there None is off.
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_ALWAYS = {
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram": "no_repeat_ngram_size",
-    "suppress_tokens": "suppress_tokens",
-    "min_new_tokens": "min_new_tokens",
-}
-_OURS_ALONE = (
-    *("presence_penalty", "frequency_penalty", "stop", "stop_ids", "stop_when", "ignore_eos", "logprobs"),
-    *("bad_words", "bad_words_ids", "prefix_allowed_tokens_fn", "processors"),
-)
-
-
-def _generation_choices(request: Request) -> dict[str, Any]:
-    """The request in the words of `generate()`. UserError for a setting that it has no word for."""
-    default = Request()
-    for name in _OURS_ALONE:
-        if getattr(request, name) != getattr(default, name):
-            option, value = f"--{name.replace('_', '-')}", getattr(request, name)
-            raise UserError(f"{option} is {value}, which transformers is not given here; use --against plain.")
-    used = [name for name in _SAMPLED if getattr(request, name) != getattr(default, name)]
-    choices: dict[str, Any] = {"do_sample": not request.greedy}
-    if not request.greedy:
-        choices |= {"top_k": 0} | {name: getattr(request, name) for name in used}
-    for name, theirs in _ALWAYS.items():
-        value = getattr(request, name)
-        if value != getattr(default, name):
-            choices[theirs] = list(value) if isinstance(value, tuple) else value
-    if request.logit_bias:
-        choices["sequence_bias"] = [[[token], bias] for token, bias in request.logit_bias.items()]
-    return choices
-
-
-@contextmanager
-def _generation_config(base: FrozenBase, config: GenerationConfig) -> Iterator[None]:
-    """Give `generate()` our settings and nothing of the base's own (penalties and the like) for a moment."""
-    before = base.model.generation_config
-    base.model.generation_config = config
-    try:
-        yield
-    finally:
-        base.model.generation_config = before
-
-
-def _report(base: FrozenBase, request: Request, sides: list[Side], count: int, heads_name: str) -> dict[str, Any]:
-    ours = sides[0]
+def _report(base: FrozenBase, request: Request, sides: list[Side], heads_name: str) -> dict[str, Any]:
+    ours, rivals = sides[0], sides[1:]
     assert ours.stats is not None
     return {
         **describe(base, heads_name),
         "draft_length": ours.stats.draft_length,
+        "draft_length_auto": request.draft_length == "auto",
         **settings_report(request),
         "max_new_tokens": request.max_new_tokens,
         "verify": ours.stats.rule,
         "lossless": ours.stats.lossless,
         "tree": ours.stats.tree,
-        "num_prompts": count,
+        "num_prompts": len(ours.turns),
+        "lookup_tokens": LOOKUP_TOKENS if "lookup" in {side.name for side in rivals} else None,
         "results": [side.to_json() for side in sides],
-        "ratios": {side.name: ours.tok_per_s / side.tok_per_s if side.tok_per_s else 0.0 for side in sides[1:]},
+        "ratios": {side.name: ours.tok_per_s / side.tok_per_s if side.tok_per_s else 0.0 for side in rivals},
+        "paired_ratios": {side.name: spread(paired(ours, side)) for side in rivals},
     }
+
+
+def _cost_report(costs: Costs, sides: list[Side], auto: bool) -> dict[str, Any]:
+    """What a step costs, and how far that explains the speed; with K chosen anew in every step there is no model."""
+    ours, plain = sides[0], next((side for side in sides if side.name == "plain"), None)
+    spent, stats = Spent.by(ours), ours.stats
+    assert stats is not None
+    report: dict[str, Any] = {
+        "costs": {**costs.to_json(), "step_over_floor": spent.step / costs.floor},
+        "cost_model": None,
+    }
+    if plain is not None and stats.draft_length and stats.tree is None and not auto:
+        others = Spent.by(plain)
+        report["cost_model"] = {
+            "speed_up": costs.speed_up(stats.accepted_per_position, spent.rest, others.rest),
+            "measured": (ours.tokens / spent.stepping) / (plain.tokens / others.stepping),
+        }
+    return report
 
 
 def settings_report(request: Request) -> dict[str, Any]:

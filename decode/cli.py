@@ -16,11 +16,13 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from decode import lab
-from decode.bench import RIVALS, bench, describe, settings_report
+from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_rivals, describe, settings_report
+from decode.bench_picture import check_plot, draw
 from decode.check import NUM_FINDINGS, check
 from decode.decoder import Decoder, Result, Stream
 from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
+from decode.png import write
 from decode.prompts import read_categorised, read_prompts
 from decode.report import as_json, show_bench, show_findings, show_stats, tracked
 from decode.request import Request
@@ -81,7 +83,9 @@ def build_parser() -> ArgumentParser:
     _add_models(benchmark)
     _add_prompts(benchmark)
     benchmark.add_argument("--per-category", type=int | None, help="only the first prompts of each `category`")
-    benchmark.add_argument("--against", default=",".join(RIVALS), help="comma-separated, from: " + ", ".join(RIVALS))
+    against = ",".join(DEFAULT_RIVALS)
+    benchmark.add_argument("--against", default=against, help="comma-separated, from: " + ", ".join(RIVALS))
+    benchmark.add_argument("--plot", type=Path | None, help="draw the speed-up over K here (.png)")
     add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
     certificate = ArgumentParser(
@@ -177,9 +181,12 @@ def run_bench(options: Namespace) -> None:
     if options.heads is None:
         raise UserError("--heads is missing; name the folder of heads to measure.")
     against = [name for name in options.against.split(",") if name]
+    check_rivals(against)
     request = read_request(options, seed=options.seed or 0)
     if options.prompts is None:
         raise UserError("prompts are missing; use --prompts FILE.")
+    if options.plot is not None:
+        check_plot(options.plot, request, against)
     found = read_categorised(options.prompts, options.limit, options.per_category)
     prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
     decoder = _decoder(options)
@@ -188,6 +195,9 @@ def run_bench(options: Namespace) -> None:
     show_bench(report, to_stderr=options.json)
     if options.json:
         _print_json(report)
+    if options.plot is not None:  # after the numbers, which a full disk is not to take along
+        write(draw(report), options.plot, "--plot")
+        print(f"picture: {options.plot}", file=sys.stderr)
 
 
 def run_check(options: Namespace) -> int:

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from decode.draft_length import DraftLengths, measure
+from decode.chain import Drafting
+from decode.costs import measure_steps
+from decode.draft_length import CONTEXT, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, Step
+from decode.laws import Laws
 from decode.request import Request, make_request
 from decode.speed import Compile, check_compile, speed_up
 from decode.stats import DecodeStats
@@ -178,13 +182,7 @@ class Decoder:
         ids = encode(self.base.tokenizer, prompt, request.chat)
         self._check_ids(ids)
         request = self._with_bad_words(request)
-        processors = TextProcessors(
-            request,
-            prompt_length=len(ids),
-            eos_token_ids=self.base.eos_token_ids,
-            vocab_size=self.base.vocab_size,
-            device=self.base.device,
-        )
+        processors = self._processors(request, len(ids))
         stopping = self._stopping(request, len(ids))
         engine = self._engine(request)
         stats = self._stats(engine, request, processors)
@@ -195,14 +193,35 @@ class Decoder:
         to_text = plain_text(tokenizer, special=False) if tokenizer is not None else _no_text
         return Stream(steps, TextStream(to_text), len(ids), stats)
 
+    def drafting(self, request: Request, committed: Tensor) -> Drafting:
+        """What a step behind `committed` [n] has to draft with. Its drafter has not seen the text yet."""
+        request = self._with_bad_words(request)
+        drafter = None if self.heads is None else HeadsDrafter(self.heads)
+        laws = Laws(request, self._processors(request, len(committed)), drafter.draft_ids if drafter else None)
+        return Drafting(drafter, committed, laws, self.base.vocab_size, request, self._random(request))
+
+    def _processors(self, request: Request, prompt_length: int) -> TextProcessors:
+        eos, vocab_size = self.base.eos_token_ids, self.base.vocab_size
+        return TextProcessors(request, prompt_length, eos, vocab_size, self.base.device)
+
     def _engine(self, request: Request) -> Engine:
         """One per text: its cache and the heads' state are that text's own, so that several can be decoded in turn."""
         if self.heads is None:
             return Engine(BaseTarget(self.base))
-        target, drafter = BaseTarget(self.base), HeadsDrafter(self.heads)
-        if request.draft_length == "auto" and self._lengths is None:
-            self._lengths = DraftLengths(measure(target, drafter, drafter.max_draft_length))
-        return Engine(target, drafter, lengths=self._lengths if request.draft_length == "auto" else None)
+        lengths = None
+        if request.draft_length == "auto":
+            lengths = self._lengths = self._lengths or DraftLengths(self._step_costs())
+        return Engine(BaseTarget(self.base), HeadsDrafter(self.heads), lengths=lengths)
+
+    def _step_costs(self) -> StepCosts:
+        """What steps cost here with each K, measured in about a second."""
+        assert self.heads is not None
+        most = self.heads.config.draft_length
+        tokens = torch.arange(CONTEXT + 1 + most, device=self.base.device) % self.base.vocab_size
+        given = self.drafting(Request(temperature=1.0, seed=0), tokens[: CONTEXT + 1])
+        forward, draft = measure_steps(BaseTarget(self.base), given, tokens[CONTEXT + 1 :], most)
+        assert draft is not None
+        return StepCosts.of_parts(forward, draft)
 
     def _with_bad_words(self, request: Request) -> Request:
         """The texts of --bad-words as ids, at the start of a word and inside one."""

@@ -7,19 +7,12 @@ the past alone, so the output's law stays p.
 Shapes: K draft position; n rows of a forward.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-
-from decode.drafters import Drafter
-from decode.target import Target
 
 GUESS, WEIGHT = 0.6, 2.0  # acceptance of a position that was not tried yet, and how many trials that guess counts for
 MEMORY = 0.98  # of a trial after one more step: some fifty steps count
-_CONTEXT, _ROUNDS = 64, 5  # of the measurement: tokens that are cached, and timings of which the median counts
+CONTEXT = 64  # places of the text behind which costs are measured
 
 
 @dataclass(frozen=True)
@@ -29,7 +22,12 @@ class StepCosts:
     verify: tuple[float, ...]
     """[K + 1] a forward of the base over 1, 2, …, K + 1 rows."""
     draft: tuple[float, ...]
-    """[K + 1] drafting 0, 1, …, K tokens, what was committed before taken in."""
+    """[K + 1] drafting 0, 1, …, K tokens."""
+
+    @classmethod
+    def of_parts(cls, forward: Sequence[float], draft: float) -> "StepCosts":
+        """From the seconds of a forward over 1, 2, …, K + 1 rows and of one draft (`decode.costs.measure_steps`)."""
+        return cls(tuple(forward), tuple(k * draft for k in range(len(forward))))
 
     def of(self, draft_length: int) -> float:
         return self.verify[draft_length] + self.draft[draft_length]
@@ -75,42 +73,3 @@ class DraftLengths:
             if k < drafted and k <= accepted:
                 self._trials[k] += 1
                 self._hits[k] += k < accepted
-
-
-@torch.inference_mode()
-def measure(target: Target, drafter: Drafter, most: int) -> StepCosts:
-    """What steps with 0…`most` drafts cost here, in a second or less. The target and the drafter forget their text."""
-    tokens = torch.arange(_CONTEXT + most + 1, device=target.device)[None] % target.vocab_size
-    target.start(drafter.feature_layers)
-    drafter.start(tokens[:, :_CONTEXT])
-    features = target.forward(tokens[:, :_CONTEXT], num_logits=0).features
-    drafter.ingest(features, tokens[:, 1 : _CONTEXT + 1])
-
-    def verify(rows: int) -> None:
-        target.forward(tokens[:, _CONTEXT : _CONTEXT + rows], num_logits=rows)
-        target.rollback(_CONTEXT)
-
-    def draft(count: int) -> None:
-        # Anchors that were ingested cannot be taken back; these few do not change what drafting costs.
-        drafter.ingest(features[:, :1], tokens[:, :1])
-        for k in range(1, count + 1):
-            drafter.draft(k, tokens[:, k]).argmax()
-
-    lengths = range(most + 1)
-    return StepCosts(
-        verify=_medians(target.device, [lambda k=k: verify(k + 1) for k in lengths]),  # type: ignore[misc]
-        draft=(0.0, *_medians(target.device, [lambda k=k: draft(k) for k in lengths[1:]])),  # type: ignore[misc]
-    )
-
-
-def _medians(device: torch.device, actions: Sequence[Callable[[], None]]) -> tuple[float, ...]:
-    """Seconds of each action, the median of several rounds in which they take turns; one round before is not timed."""
-    spent: list[list[float]] = [[] for _ in actions]
-    for _ in range(1 + _ROUNDS):
-        for action, times in zip(actions, spent, strict=True):
-            started = time.perf_counter()
-            action()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - started)
-    return tuple(statistics.median(times[1:]) for times in spent)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from decode.decoder import Decoder
 from decode.drafters import HeadsDrafter
-from decode.lab_picture import FEW, Anchor, Depth, Exhibit, check_path, draw, readable, show
+from decode.lab_picture import FEW, Anchor, Depth, Exhibit, draw, readable, show
+from decode.png import check_path
 from decode.report import as_json, tracked
 from decode.target import BaseTarget
 from decode.text import encode

@@ -3,7 +3,6 @@
 Knows: rich and matplotlib. Refuses to compute probabilities: all figures come from `Exhibit`.
 """
 
-import os
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -13,9 +12,9 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
+from decode.png import check_path, write
 from decode.report import Screen
 from mtp import rules
-from mtp.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,14 +132,6 @@ def derivation(exhibit: Exhibit) -> list[str]:
 # ---- picture -------------------------------------------------------------------------------------------------------
 
 
-def check_path(path: Path) -> None:
-    """UserError unless a .png can be written there."""
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise UserError(f"--out is {path}; name a file that ends in .png.")
-    if not path.parent.is_dir():
-        raise UserError(f"--out is {path}, but there is no folder {path.parent}; create it or choose another.")
-
-
 def draw(exhibit: Exhibit, path: Path) -> None:
     """Write the picture to `path`: the whole file or nothing."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -160,14 +151,7 @@ def draw(exhibit: Exhibit, path: Path) -> None:
     _draw_depths(axes[1, 1], exhibit)
     image = BytesIO()
     figure.savefig(image, format="png")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(image.getvalue())
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"--out {path} cannot be written ({error.strerror}); choose another place.") from error
-    finally:
-        part.unlink(missing_ok=True)
+    write(image.getvalue(), path)
 
 
 def _panel(axes: "Axes", title: str, under: str) -> None:

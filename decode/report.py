@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -62,27 +63,59 @@ def _how(stats: DecodeStats) -> str:
 
 
 def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
-    """The table of `bench`, with the settings that belong to the numbers."""
+    """The table of `bench` with the settings that belong to the numbers, and under it what a step is made of."""
+    lengths = f"K {'up to' if report['draft_length_auto'] else '='} {report['draft_length']}"
     title = (
-        f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, "
-        f"K = {report['draft_length']}, {report['verify']}, temperature {report['temperature']:g}, "
-        f"{report['num_prompts']} prompts"
+        f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, {lengths}, "
+        f"{report['verify']}, temperature {report['temperature']:g}, {report['num_prompts']} prompts"
     )
-    table = Table(title=title, title_justify="left")
-    for column in ("", "tokens/s", "acceptance length", "rule's share", "tokens", "mtp / this"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for column in ("tokens/s", "by prompt", "acceptance\nlength", "tokens", "mtp /\nthis", "by prompt"):
+        table.add_column(column, justify="right", overflow="fold")
     for side in report["results"]:
+        name, ratio, paired = side["name"], "", ""
         length = f"{side['accept_len']:.2f}" if "accept_len" in side else "-"
-        ratio = f"{report['ratios'][side['name']]:.2f}×" if side["name"] in report["ratios"] else ""
-        share = f"{side['rule_share']:.1%}" if "rule_share" in side else "-"
-        table.add_row(side["name"], f"{side['tok_per_s']:.1f}", length, share, str(side["tokens"]), ratio)
+        if name in report["ratios"]:
+            ratio, paired = f"{report['ratios'][name]:.2f}×", _spread(report["paired_ratios"][name], ".2f", "×")
+        rates = _spread(side["tok_per_s_spread"], ".1f")
+        table.add_row(name, f"{side['tok_per_s']:.1f}", rates, length, str(side["tokens"]), ratio, paired)
     screen = Screen(stderr=to_stderr)
     screen.print(table)
-    for side in report["results"]:
-        if side["name"] == "mtp" and "accept_len_by_category" in side:
-            lengths = ", ".join(f"{name} {value:.2f}" for name, value in side["accept_len_by_category"].items())
-            mean = side["accept_len_category_mean"]
-            screen.print(f"acceptance length, mean over categories {mean:.2f}: {lengths}", soft_wrap=True)
+    for line in _bench_notes(report):
+        screen.print(line, soft_wrap=True)
+
+
+def _spread(values: dict[str, float], form: str, unit: str = "") -> str:
+    """The median, and the range in brackets."""
+    return f"{values['median']:{form}}{unit} ({values['min']:{form}}–{values['max']:{form}})"
+
+
+def _bench_notes(report: dict[str, Any]) -> Iterator[str]:
+    """What stands under the table of `bench`."""
+    ours, costs = report["results"][0], report["costs"]
+    yield "by prompt: median (range) over the prompts; a ratio is that of two sides on the same prompt"
+    phases = {name: ours["seconds"][name] / max(1, ours["steps"]) for name in ("verify", "draft", "rule", "other")}
+    total = max(sum(phases.values()), 1e-12)
+    base, draft, rule, other = (f"{seconds / total:.1%}" for seconds in phases.values())
+    yield (
+        f"step of mtp: {1e3 * ours['step_seconds']:.1f} ms; the base's forward {base}, the rest "
+        f"{ours['overhead_share']:.1%}: drafting {draft}, rule {rule}, other {other}"
+    )
+    rows = costs["forward_seconds"]
+    times = " ".join(f"{1e3 * seconds:.1f}" for seconds in rows)
+    yield f"forward over 1…{len(rows)} rows behind {costs['context']} tokens, alone: {times} ms"
+    if costs["draft_seconds"] is not None:
+        yield f"one draft, alone: {1e3 * costs['draft_seconds']:.2f} ms"
+    yield (
+        f"weights of {costs['weight_bytes'] / 1e6:.0f} MB, read at {costs['forward_bandwidth'] / 1e9:.1f} GB/s by a "
+        f"forward over one row; this machine reads {costs['read_bandwidth'] / 1e9:.1f} GB/s"
+    )
+    floor = f"{1e3 * costs['memory_floor_seconds']:.1f} ms"
+    yield f"memory floor of a forward: {floor}; a step of mtp takes {costs['step_over_floor']:.2f} times that"
+    if "accept_len_by_category" in ours:
+        lengths = ", ".join(f"{name} {value:.2f}" for name, value in ours["accept_len_by_category"].items())
+        yield f"acceptance length, mean over categories {ours['accept_len_category_mean']:.2f}: {lengths}"
 
 
 def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_stderr: bool) -> None:

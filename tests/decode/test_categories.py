@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from decode.bench import Side
 from decode.prompts import read_categorised, read_prompts
+from decode.sides import Side
 from decode.stats import DecodeStats
 from mtp.errors import UserError
 

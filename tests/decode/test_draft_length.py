@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode import Decoder, draft_length
+from decode import Decoder
 from decode.cli import main
-from decode.draft_length import GUESS, DraftLengths, StepCosts, measure
+from decode.draft_length import GUESS, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine
 from decode.request import Request
@@ -75,26 +75,15 @@ def test_given_up_and_tried_again() -> None:
     assert 20 < waited < 400
 
 
-def test_costs_are_medians_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that charges 1 a row of the base and 0.25 a draft."""
+def test_costs_of_parts_and_measured_ones(tmp_path: Path) -> None:
+    assert StepCosts.of_parts([1.0, 2.0, 3.5], 0.25) == StepCosts(verify=(1.0, 2.0, 3.5), draft=(0.0, 0.25, 0.5))
+    assert StepCosts.of_parts([1.0, 2.0, 3.5], 0.25).of(2) == 4.0
     base = tiny_base("llama", tmp_path)
-    target, drafter = BaseTarget(base), HeadsDrafter(new_heads(HeadsOptions(draft_length=3), base))
-    now, forward, draft = [0.0], target.forward, drafter.draft
-
-    def slow_forward(tokens: torch.Tensor, num_logits: int) -> object:
-        now[0] += tokens.shape[1]
-        return forward(tokens, num_logits)
-
-    def slow_draft(k: int, previous: torch.Tensor) -> torch.Tensor:
-        now[0] += 0.25
-        return draft(k, previous)
-
-    monkeypatch.setattr(target, "forward", slow_forward)
-    monkeypatch.setattr(drafter, "draft", slow_draft)
-    monkeypatch.setattr(draft_length.time, "perf_counter", lambda: now[0])
-    costs = measure(target, drafter, 3)
-    assert costs == StepCosts(verify=(1.0, 2.0, 3.0, 4.0), draft=(0.0, 0.25, 0.5, 0.75))
-    assert costs.of(2) == 3.5
+    decoder = Decoder(base, new_heads(HeadsOptions(draft_length=3), base))
+    costs = decoder._step_costs()
+    assert len(costs.verify) == len(costs.draft) == 4
+    assert min(costs.verify) > 0
+    assert costs.draft[1] > 0
 
 
 class Schedule(DraftLengths):

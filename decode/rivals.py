@@ -1,0 +1,91 @@
+"""What `bench` measures heads against in transformers: `generate()` as it is, and with its prompt lookup.
+
+Knows: which words `generate()` has for a request, and how to call it with nothing of the base's own settings. Refuses
+to know: time, and our engine.
+
+Prompt lookup (`prompt_lookup_num_tokens`) takes as drafts what followed the last two tokens, or the last one, where
+they first occurred in the text. It decodes one text at a time. With sampling it draws a token from p at every row and
+keeps drafts that equal it, so texts have the law of plain decoding, but not its very draws: lengths may differ.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from decode.request import Request
+from decode.sides import Runner
+from decode.stats import DecodeStats
+from mtp.base import FrozenBase
+from mtp.errors import UserError
+
+LOOKUP_TOKENS = 10
+"""Most drafts of a step of prompt lookup: the default of the class in transformers that finds them."""
+
+
+def transformers_runner(base: FrozenBase, request: Request, lookup: int | None = None) -> Runner:
+    """`generate()` with the settings of `request`; with `lookup`, drafting up to so many tokens by prompt lookup.
+
+    UserError for a setting that it has no word for.
+    """
+    choices = _generation_choices(request) | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
+    eos = list(base.eos_token_ids)
+
+    def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
+        tokens = torch.tensor([ids], device=base.device)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
+        )
+        with _generation_config(base, config), torch.random.fork_rng():
+            torch.manual_seed(request.seed or 0)
+            output = base.model.generate(tokens, attention_mask=torch.ones_like(tokens))
+        return len(output[0].tolist()) - len(ids), None
+
+    return run
+
+
+# Settings of a request and their names in GenerationConfig; there None is off.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ALWAYS = {
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "suppress_tokens": "suppress_tokens",
+    "min_new_tokens": "min_new_tokens",
+}
+_OURS_ALONE = (
+    *("presence_penalty", "frequency_penalty", "stop", "stop_ids", "stop_when", "ignore_eos", "logprobs"),
+    *("bad_words", "bad_words_ids", "prefix_allowed_tokens_fn", "processors"),
+)
+
+
+def _generation_choices(request: Request) -> dict[str, Any]:
+    """The request in the words of `generate()`. UserError for a setting that it has no word for."""
+    default = Request()
+    for name in _OURS_ALONE:
+        if getattr(request, name) != getattr(default, name):
+            option, value = f"--{name.replace('_', '-')}", getattr(request, name)
+            raise UserError(f"{option} is {value}, which transformers is not given here; use --against plain.")
+    used = [name for name in _SAMPLED if getattr(request, name) != getattr(default, name)]
+    choices: dict[str, Any] = {"do_sample": not request.greedy}
+    if not request.greedy:
+        choices |= {"top_k": 0} | {name: getattr(request, name) for name in used}
+    for name, theirs in _ALWAYS.items():
+        value = getattr(request, name)
+        if value != getattr(default, name):
+            choices[theirs] = list(value) if isinstance(value, tuple) else value
+    if request.logit_bias:
+        choices["sequence_bias"] = [[[token], bias] for token, bias in request.logit_bias.items()]
+    return choices
+
+
+@contextmanager
+def _generation_config(base: FrozenBase, config: GenerationConfig) -> Iterator[None]:
+    """Give `generate()` our settings and nothing of the base's own (penalties and the like) for a moment."""
+    before = base.model.generation_config
+    base.model.generation_config = config
+    try:
+        yield
+    finally:
+        base.model.generation_config = before
