@@ -29,7 +29,7 @@ from mtp.errors import UserError
 
 RIVALS = ("plain", "transformers", "lookup")
 DEFAULT_RIVALS = ("plain", "transformers")
-_NOT_SETTINGS = {"max_new_tokens", "draft_length", "verify", "tree", "chat"}
+_NOT_SETTINGS = {"max_new_tokens", "draft_length", "verify", "tree", "lookup", "chat"}
 _WARM_UP_TOKENS = 8
 
 
@@ -59,7 +59,7 @@ def bench(
             how many times that a step of mtp takes.
         cost_model: from these, the speed over that of plain decoding to expect of 1, 2, …, K drafts per step
             (`speed_up`), and as `measured` with K, both without prefill; null without drafts, with a tree, with
-            `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not measured.
+            lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not measured.
         lookup_tokens: the most drafts of a step of the side `lookup`; null where it was not measured.
 
     Raises UserError on settings that cannot be met, before anything is timed.
@@ -82,7 +82,7 @@ def bench(
 def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[Side]:
     check_rivals(against)
     runners: dict[str, Callable[[], Runner]] = {
-        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None)),
+        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0)),
         "transformers": lambda: transformers_runner(decoder.base, request),
         "lookup": lambda: transformers_runner(decoder.base, request, LOOKUP_TOKENS),
     }
@@ -133,6 +133,7 @@ def _report(base: FrozenBase, request: Request, sides: list[Side], heads_name: s
         "verify": ours.stats.rule,
         "lossless": ours.stats.lossless,
         "tree": ours.stats.tree,
+        "lookup": ours.stats.lookup,
         "num_prompts": len(ours.turns),
         "lookup_tokens": LOOKUP_TOKENS if "lookup" in {side.name for side in rivals} else None,
         "results": [side.to_json() for side in sides],
@@ -150,7 +151,7 @@ def _cost_report(costs: Costs, sides: list[Side], auto: bool) -> dict[str, Any]:
         "costs": {**costs.to_json(), "step_over_floor": spent.step / costs.floor},
         "cost_model": None,
     }
-    if plain is not None and stats.draft_length and stats.tree is None and not auto:
+    if plain is not None and stats.draft_length and stats.tree is None and not (auto or stats.lookup):
         others = Spent.by(plain)
         report["cost_model"] = {
             "speed_up": costs.speed_up(stats.accepted_per_position, spent.rest, others.rest),

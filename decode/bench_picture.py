@@ -28,6 +28,9 @@ def check_plot(path: Path, request: Request, against: Sequence[str]) -> None:
         raise UserError(f"--plot draws the speed-up over plain, but --against is {named}; add plain to it.")
     if request.tree is not None:
         raise UserError(f"--plot draws chains of K drafts, but --tree is {request.tree}; leave one of them out.")
+    if request.lookup:
+        told = f"--plot draws K drafts of the heads, but --lookup is {request.lookup}"
+        raise UserError(f"{told}; leave one of them out.")
     if request.draft_length in (0, "auto"):
         told = f"--plot draws K drafts, from 1 on, but --draft-length is {request.draft_length}"
         raise UserError(f"{told}; use a number from 1 on.")

@@ -1,11 +1,13 @@
 """A chain of drafts: one per position, each behind the other.
 
-Knows: how to draft K tokens from q, when to draft fewer without bending the law, and how a rule's verdict is read.
+Knows: how to draft K tokens from q, when to draft fewer without bending the law, which q belongs to drafts that were
+copied, and how a rule's verdict is read.
 Refuses to know: the base's cache, stop rules, and what is done with the outcome.
 
 Shapes: B batch, K draft position, R = K + 1 rows of the block, V vocabulary. B is 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +41,8 @@ class Outcome:
     """Per token: whether the base's logits it was judged by or drawn from are usable."""
     possible: list[bool]
     """Per token: whether the processors left anything that could come."""
+    copied: bool = False
+    """Whether the drafts were copied from the text."""
 
     @property
     def sound(self) -> int:
@@ -58,6 +62,8 @@ class Chain:
     """[B] how many drafts count: those before the first row of q that was no distribution."""
     unusable_q: bool = False
     """Whether such a row ended the draft before it was drawn from."""
+    copied: bool = False
+    """Whether the drafts are not drawn but copied from the text."""
 
     def forward(self, target: Target) -> TargetOutput:
         return target.forward(self.block, num_logits=self.block.shape[1])
@@ -89,6 +95,7 @@ class Chain:
             residual_empty=bool(empty),
             finite=[bool(flag) for flag in flags[: accepted + 1]],
             possible=[bool(flag) for flag in flags[rows : rows + accepted + 1]],
+            copied=self.copied,
         )
 
 
@@ -137,6 +144,14 @@ def draft_chain(given: Drafting, count: int) -> Chain:
     # would choose among samples after seeing them.
     lengths = torch.stack(usable, dim=1).long().cumprod(dim=1).sum(dim=1)
     return Chain(block, torch.stack(rows, dim=1), lengths, unusable)
+
+
+def copy_chain(given: Drafting, drafts: Sequence[int]) -> Chain:
+    """A chain of drafts that are a function of the committed text. Each was certain, so its q is one-hot."""
+    tokens = given.last.new_tensor(drafts)
+    q = torch.zeros(1, len(drafts), given.vocab_size, device=tokens.device)
+    q.scatter_(2, tokens[None, :, None], 1.0)
+    return Chain(torch.cat([given.last, tokens])[None], q, tokens.new_tensor([len(drafts)]), copied=True)
 
 
 def propose(q: Tensor, request: Request, random: RandomSource) -> Tensor:

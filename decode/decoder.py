@@ -258,7 +258,7 @@ class Decoder:
         )
 
     def _stats(self, engine: Engine, request: Request, processors: TextProcessors) -> DecodeStats:
-        """Counters for the K that will be used: none for a processor that may only see committed text."""
+        """Counters for the K and lookup that will be used: none for a processor that may only see committed text."""
         draft_length = engine.check_draft_length(request.draft_length)
         if request.tree is not None:
             if draft_length == 0:
@@ -270,9 +270,9 @@ class Decoder:
                     f"--tree is {request.tree}, {depth} levels deep, but K is {draft_length}; use at most as many."
                 )
             draft_length = depth
-        if processors.stateful and draft_length:
+        if processors.stateful and (draft_length or request.lookup):
             return DecodeStats(request.rule, 0, undrafted_texts=1)
-        return DecodeStats(request.reported_rule, draft_length, request.tree)
+        return DecodeStats(request.reported_rule, draft_length, request.tree, request.lookup)
 
     def _random(self, request: Request) -> RandomSource:
         if request.reproducible and request.seed is not None:

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from decode.chain import Chain, Drafting, Outcome, draft_chain
+from decode.chain import Chain, Drafting, Outcome, copy_chain, draft_chain
 from decode.draft_length import DraftLengths
 from decode.drafters import Drafter
 from decode.laws import Laws, refuse_row
+from decode.lookup import NgramIndex
 from decode.request import Request
 from decode.stats import DecodeStats, Stopwatch
 from decode.stopping import FinishReason, Stopping
@@ -80,7 +81,7 @@ class Engine:
         stats: DecodeStats,
         processors: TextProcessors | None = None,
     ) -> Iterator[Step]:
-        """Decode after `prompt` (at least one id) until a stop rule holds; K is that of `stats`.
+        """Decode after `prompt` (at least one id) until a stop rule holds; K and lookup are those of `stats`.
 
         A row of p that is NaN, infinite or without any token is a UserError when the text reaches it.
         """
@@ -116,6 +117,7 @@ class _Text:
         self.watch = Stopwatch(stats, self.target.device)
         self.text = torch.tensor(list(prompt), device=self.target.device)
         with self.watch.phase("prefill"):
+            self.index = NgramIndex(prompt) if stats.lookup else None
             self._prefill(self.text[None])
 
     def _prefill(self, prompt: Tensor) -> None:
@@ -131,7 +133,7 @@ class _Text:
         length = len(self.text)
         with self.watch.phase("draft"):
             self.random.seek(length)
-            proposal = self._propose(self._room_for_drafts(stopping.remaining))
+            proposal = self._propose(stopping.remaining)
         with self.watch.phase("verify"):
             output = proposal.forward(self.target)
         with self.watch.phase("rule"):
@@ -163,13 +165,25 @@ class _Text:
             self.drafter.ingest(torch.cat(features, dim=1), torch.cat(tokens, dim=1))
             self.waiting = []
 
-    def _propose(self, count: int) -> "Chain | Tree":
-        if count or len(self.waiting) >= _MOST_WAITING:
-            self._take_in()
+    def _propose(self, remaining: int) -> "Chain | Tree":
+        """Whether the drafts are copied is decided by the committed text, before anything is drawn."""
         given = Drafting(self.drafter, self.text, self.laws, self.target.vocab_size, self.request, self.random)
+        copied = self._look_up(remaining)
+        if copied:
+            return copy_chain(given, copied)
+        count = self._room_for_drafts(remaining)
+        if count:
+            self._take_in()
         if self.shape is not None and count:
             return draft_tree(given, self.shape, count)
         return draft_chain(given, count)
+
+    def _look_up(self, remaining: int) -> list[int]:
+        """What followed the text's last tokens where they stood before, as far as it may follow here."""
+        if self.index is None:
+            return []
+        found = self.index.continuation(min(self.stats.lookup, remaining - 1))
+        return self.laws.allowed(found, self.text, self.target.vocab_size)
 
     def _logprobs(self, logits: Tensor, outcome: Outcome) -> list[float]:
         rows = logits[[0, *outcome.path]].log_softmax(dim=-1)
@@ -177,9 +191,9 @@ class _Text:
         return chosen
 
     def _count(self, outcome: Outcome, kept: int) -> None:
-        if self.lengths is not None:
+        if self.lengths is not None and not outcome.copied:
             self.lengths.learn(outcome.drafted, len(outcome.path))
-        self.stats.record(outcome.drafted, len(outcome.path), kept, outcome.overlap, outcome.nodes)
+        self.stats.record(outcome.drafted, len(outcome.path), kept, outcome.overlap, outcome.nodes, outcome.copied)
         self.stats.residual_empty += outcome.residual_empty
         self.stats.unusable_q += outcome.unusable_q
 
@@ -192,5 +206,9 @@ class _Text:
             self.target.keep(length, [length - 1 + row for row in outcome.path])
         committed = torch.tensor(outcome.tokens, device=self.text.device)
         self.text = torch.cat([self.text, committed])
+        if self.index is not None:
+            self.index.extend(outcome.tokens)
         if self.drafter:
             self.waiting.append((features[:, [0, *outcome.path]], committed[None]))
+            if len(self.waiting) == _MOST_WAITING:
+                self._take_in()

@@ -69,6 +69,20 @@ class Laws:
             q.masked_fill_(~usable[:, None], 0.0)
         return q, usable
 
+    def allowed(self, drafts: Sequence[int], committed: Tensor, vocab_size: int) -> list[int]:
+        """`drafts` that nobody drew, up to the first that the processors forbid.
+
+        Behind that one there is nothing to see: no processor is shown a text that could never come to be.
+        """
+        if self._processors is None:
+            return list(drafts)
+        for count, token in enumerate(drafts):
+            logits = torch.full((1, vocab_size), -math.inf, device=committed.device)
+            logits[0, token] = 0.0
+            if not bool(self._process(logits, committed, [committed.new_tensor(drafts[:count])])[0, token].isfinite()):
+                return list(drafts[:count])
+        return list(drafts)
+
     def _process(self, logits: Tensor, committed: Tensor, suffixes: Sequence[Tensor]) -> Tensor:
         """Row by row: their texts differ in length. Rows of the same length could share a call, but are few."""
         assert self._processors is not None

@@ -35,10 +35,12 @@ def show_stats(stats: DecodeStats) -> None:
         "acceptance length": f"{stats.accept_len:.2f} tokens per step ({_how(stats)})",
         "tokens": f"{stats.committed} in {stats.steps} steps, {rate:.1f} per second",
     }
-    if stats.draft_length:
+    if stats.most_drafts:
         shares = _shares(stats.accepted_per_position)
         rows["accepted"] = f"{stats.accepted} of {stats.drafted} drafts; per position {shares}"
         rows["alpha"] = _shares(stats.alpha)
+    if stats.lookup:
+        rows["lookup"] = f"{stats.lookup_accepted} of {stats.lookup_drafted} drafts kept, in {stats.lookup_steps} steps"
     rows["seconds"] = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in stats.seconds.items())
     if stats.unusable_q:
         rows["unusable q"] = (
@@ -59,15 +61,17 @@ def show_stats(stats: DecodeStats) -> None:
 
 def _how(stats: DecodeStats) -> str:
     shape = f", tree {stats.tree}" if stats.tree else ""
-    return f"K = {stats.draft_length}, {stats.rule}{shape}"
+    lookup = f", lookup {stats.lookup}" if stats.lookup else ""
+    return f"K = {stats.draft_length}{lookup}, {stats.rule}{shape}"
 
 
 def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     """The table of `bench` with the settings that belong to the numbers, and under it what a step is made of."""
     lengths = f"K {'up to' if report['draft_length_auto'] else '='} {report['draft_length']}"
+    lookup = f"lookup {report['lookup']}, " if report["lookup"] else ""
     title = (
         f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, {lengths}, "
-        f"{report['verify']}, temperature {report['temperature']:g}, {report['num_prompts']} prompts"
+        f"{lookup}{report['verify']}, temperature {report['temperature']:g}, {report['num_prompts']} prompts"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from decode.lookup import MOST_DRAFTS
 from decode.tree_shape import TREE_RULE, TreeShape
 from mtp.errors import UserError
 from mtp.sampling import SamplingConfig, check_seed, option
@@ -38,6 +39,9 @@ class Request(SamplingConfig):
     draft_min_confidence: float = option(0.0, "draft no further once the largest q is below this; 0 is off")
     draft_max_entropy: float | None = option(None, "draft no further once the entropy of q exceeds this, in nats")
     draft_min_prob: float = option(0.0, "draft no further behind a draft whose q is below this; 0 is off")
+    lookup: int = option(
+        0, "draft up to so many tokens that followed the text's last ones earlier in it, heads or none; 0 is off"
+    )
     stop: tuple[str, ...] = option((), "texts that end generation")
     stop_ids: tuple[int, ...] = option((), "token ids that end generation, besides the base's own")
     ignore_eos: bool = option(False, "go on after an end-of-sequence token")
@@ -63,6 +67,7 @@ class Request(SamplingConfig):
             raise UserError(f"--verify is greedy, but --temperature is {self.temperature}; use 0, or another rule.")
         self._validate_reproducible()
         self._validate_drafting()
+        self._validate_lookup()
         if self.tree is not None:
             self._validate_tree()
 
@@ -108,6 +113,15 @@ class Request(SamplingConfig):
         ):
             if not 0 <= value <= top:
                 raise UserError(f"{name} is {value}; use a number from 0 to {top:g}.")
+
+    def _validate_lookup(self) -> None:
+        if not 0 <= self.lookup <= MOST_DRAFTS:
+            raise UserError(f"--lookup is {self.lookup}; use a number from 0 (off) to {MOST_DRAFTS}.")
+        if self.lookup and self.tree is not None:
+            raise UserError(
+                f"--lookup is {self.lookup}, but --tree is {self.tree}, and what is looked up is a chain; leave one of "
+                "them out."
+            )
 
     def _validate_tree(self) -> None:
         assert self.tree is not None

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from decode.costs import Clock
-from decode.stats import DecodeStats, Phase
+from decode.stats import LOOKUP_COUNTS, DecodeStats, Phase
 
 Runner = Callable[[list[int], int], tuple[int, DecodeStats | None]]
 """(prompt ids, max_new_tokens) to the number of generated tokens and, from our engine, its statistics."""
@@ -73,6 +73,8 @@ class Side:
                 "rule_share": spent.share("rule"),
                 "overhead_share": spent.share("draft", "rule", "other"),
             }
+            if self.stats.lookup:
+                report |= {name: getattr(self.stats, name) for name in LOOKUP_COUNTS}
         if self.by_category:
             lengths = {name: stats.accept_len for name, stats in sorted(self.by_category.items())}
             report |= {"accept_len_by_category": lengths, "accept_len_category_mean": fmean(lengths.values())}

@@ -3,7 +3,7 @@
 Knows: numbers of one or several texts. Refuses to count what nobody sees: drafts and tokens that a stop rule discarded
 from a block are left out, so `committed` is the length of the output.
 
-Shapes: K draft position.
+Shapes: K draft position, of which there are `most_drafts`.
 """
 
 import time
@@ -17,6 +17,7 @@ import torch
 Phase = Literal["prefill", "draft", "verify", "rule", "other"]
 
 
+LOOKUP_COUNTS = ("lookup_steps", "lookup_drafted", "lookup_accepted")
 _FAULTS = ("residual_empty", "unusable_q", "undrafted_texts")
 
 
@@ -35,6 +36,8 @@ class DecodeStats:
     """K that was asked for, or the depth of the tree; a step near the end of a text may draft fewer."""
     tree: str | None = None
     """The shape of the tree, if several drafts stood at one position."""
+    lookup: int = 0
+    """Most drafts of a step that are copied from the text. May exceed `draft_length`, which is what heads draft."""
     steps: int = 0
     """Base forwards after the prefill."""
     committed: int = 0
@@ -50,6 +53,10 @@ class DecodeStats:
     """[K] sum over the reached of sum_x min(p, q)."""
     histogram: list[int] = field(default_factory=list)
     """[K + 1] how many steps committed 1, 2, …, K + 1 tokens."""
+    lookup_steps: int = 0
+    """Steps whose drafts were copied from the text. They and their drafts are among those counted above."""
+    lookup_drafted: int = 0
+    lookup_accepted: int = 0
     residual_empty: int = 0
     """Steps whose residual had no mass and fell back to p."""
     unusable_q: int = 0
@@ -61,16 +68,27 @@ class DecodeStats:
     def __post_init__(self) -> None:
         for name in ("drafted_at", "accepted_at", "reached_at"):
             if not getattr(self, name):
-                setattr(self, name, [0] * self.draft_length)
-        self.alpha_sum = self.alpha_sum or [0.0] * self.draft_length
-        self.histogram = self.histogram or [0] * (self.draft_length + 1)
+                setattr(self, name, [0] * self.most_drafts)
+        self.alpha_sum = self.alpha_sum or [0.0] * self.most_drafts
+        self.histogram = self.histogram or [0] * (self.most_drafts + 1)
+
+    @property
+    def most_drafts(self) -> int:
+        """How many positions a step drafts at most, whoever does it."""
+        return max(self.draft_length, self.lookup)
 
     def record(
-        self, drafted: int, accepted: int, committed: int, overlap: Sequence[float], nodes: int | None = None
+        self,
+        drafted: int,
+        accepted: int,
+        committed: int,
+        overlap: Sequence[float],
+        nodes: int | None = None,
+        copied: bool = False,
     ) -> None:
         """Count one step: how many positions were drafted, how many of those stayed, how many tokens the stop rules let
-        through, and sum_x min(p, q) of each position. `nodes` is how many drafts a tree had at these positions. A
-        discarded tail takes its drafts out of every count."""
+        through, and sum_x min(p, q) of each position. `nodes` is how many drafts a tree had at these positions;
+        `copied` says that they came from the text. A discarded tail takes its drafts out of every count."""
         nodes = drafted if nodes is None else nodes
         if committed < accepted + 1:  # the stop rules cut the block: what follows was never part of the text
             drafted = accepted = nodes = min(accepted, committed)
@@ -78,6 +96,10 @@ class DecodeStats:
         self.committed += committed
         self.drafted += nodes
         self.accepted += accepted
+        if copied:
+            self.lookup_steps += 1
+            self.lookup_drafted += drafted
+            self.lookup_accepted += accepted
         self.histogram[committed - 1] += 1
         for index in range(drafted):
             self.drafted_at[index] += 1
@@ -88,12 +110,13 @@ class DecodeStats:
 
     def empty(self) -> "DecodeStats":
         """Counters at zero for more texts of the same settings."""
-        return DecodeStats(self.rule, self.draft_length, self.tree)
+        return DecodeStats(self.rule, self.draft_length, self.tree, self.lookup)
 
     def merge(self, other: "DecodeStats") -> None:
-        """Add the counts of another text decoded with the same draft length."""
-        assert other.draft_length == self.draft_length, (other.draft_length, self.draft_length)
-        for name in ("steps", "committed", "drafted", "accepted", *_FAULTS):
+        """Add the counts of another text decoded with the same draft length and lookup."""
+        lengths = (self.draft_length, self.lookup), (other.draft_length, other.lookup)
+        assert lengths[0] == lengths[1], lengths
+        for name in ("steps", "committed", "drafted", "accepted", *LOOKUP_COUNTS, *_FAULTS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("drafted_at", "accepted_at", "reached_at", "alpha_sum", "histogram"):
             setattr(self, name, [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)])
@@ -126,12 +149,13 @@ class DecodeStats:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        counts = ("steps", "committed", "drafted", "accepted", "histogram", *_FAULTS)
+        counts = ("steps", "committed", "drafted", "accepted", "histogram", *LOOKUP_COUNTS, *_FAULTS)
         return {
             "verify": self.rule,
             "lossless": self.lossless,
             "tree": self.tree,
             "draft_length": self.draft_length,
+            "lookup": self.lookup,
             "accept_len": self.accept_len,
             **{name: getattr(self, name) for name in counts},
             "accepted_per_position": self.accepted_per_position,

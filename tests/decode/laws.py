@@ -47,6 +47,8 @@ class Walked:
     accepted: int = 0
     residual_empty: int = 0
     unusable_q: int = 0
+    lookup_drafted: int = 0
+    lookup_accepted: int = 0
     mean: dict[str, float] = field(default_factory=dict)
     """Expected drafted and accepted per text."""
 
@@ -86,6 +88,8 @@ def walk_engine(
         walked.accepted += stats.accepted
         walked.residual_empty += stats.residual_empty
         walked.unusable_q += stats.unusable_q
+        walked.lookup_drafted += stats.lookup_drafted
+        walked.lookup_accepted += stats.lookup_accepted
         assert isinstance(random, Branching)
         walked.mean["drafted"] += random.probability * stats.drafted
         walked.mean["accepted"] += random.probability * stats.accepted

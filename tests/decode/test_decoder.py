@@ -103,8 +103,9 @@ CHANGES_TEXT: dict[str, object] = {
     "chat": False,
 }
 """Drafting options are among them: with the same seed the draws serve other purposes."""
-ELSEWHERE = {"stop", "stop_ids", "stop_when", "ignore_eos", "min_new_tokens", "logprobs"}
-"""Effects that depend on the text or are no tokens; each has a test of its own below or in test_stop_matrix.py."""
+ELSEWHERE = {"stop", "stop_ids", "stop_when", "ignore_eos", "min_new_tokens", "logprobs", "lookup"}
+"""Effects that depend on the text or are no tokens; each has a test of its own, below, in test_stop_matrix.py or
+test_lookup.py."""
 
 
 def test_every_option_has_a_test_of_its_effect() -> None:
@@ -250,6 +251,8 @@ LOGPROB_WAYS: dict[str, dict[str, object]] = {
     "tree, block": {**SAMPLED, "tree": "3,2,1"},
     "tree, token": {**SAMPLED, "tree": "3,2,1", "verify": "token"},
     "keyed": {**SAMPLED, "reproducible": True},
+    "lookup": {"lookup": 5},
+    "lookup, sampled": {"temperature": 0.2, "seed": 3, "lookup": 5},
     "keyed tree": {**SAMPLED, "reproducible": True, "tree": "dynamic:9"},
     "state": {**SAMPLED, "processors": [lambda text, logits: -logits]},
     "processed": {"temperature": 0.5, "seed": 3, "top_k": 5, "repetition_penalty": 2.0, "logit_bias": {7: 5.0}},

@@ -27,6 +27,10 @@ MUTANTS = {
         "test_law_adaptive.test_stopping_before_a_draft_by_a_look_at_it_is_exposed"
     ),
     "K chosen after a look at p": "test_law_adaptive.test_choosing_the_length_after_a_look_at_p_is_exposed",
+    # drafts that are copied, not drawn
+    "copied drafts judged by the heads' q": "test_lookup.test_wrong_lookup_is_exposed",
+    "heads or lookup chosen by a look at what the heads drew": "test_lookup.test_wrong_lookup_is_exposed",
+    "processors see copied drafts that they forbid": "test_lookup.test_no_processor_sees_a_text_that_it_forbids",
     # settings
     "processors do not see the drafts": "test_law_settings.test_processors_that_do_not_see_the_drafts_are_exposed",
     "no processors on p": "test_law_settings.test_a_base_without_the_processors_is_exposed",

@@ -55,6 +55,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**WARM, "draft_min_confidence": 1.5}, "--draft-min-confidence is 1.5; use a number from 0 to 1."),
     ({**WARM, "draft_min_confidence": math.nan}, "--draft-min-confidence is nan; use a number from 0 to 1."),
     ({**WARM, "draft_min_prob": -0.1}, "--draft-min-prob is -0.1; use a number from 0 to 1."),
+    ({"lookup": -1}, "--lookup is -1; use a number from 0 (off) to 16."),
+    ({"lookup": 17}, "--lookup is 17; use a number from 0 (off) to 16."),
+    (
+        {"lookup": 5, "tree": "2,1"},
+        "--lookup is 5, but --tree is 2,1, and what is looked up is a chain; leave one of them out.",
+    ),
     ({**WARM, "draft_max_entropy": -1.0}, "--draft-max-entropy is -1.0; use a number from 0 to inf."),
     (
         {"tree": "2,1", "draft_length": 0},
@@ -108,6 +114,9 @@ def test_contradictions_and_bad_values_are_refused_in_full(options: dict[str, An
         {"tree": "512"},
         {"tree": "dynamic:512"},
         {"tree": "1,1,1"},
+        {"lookup": 16},
+        {"lookup": 0, "tree": "2,1"},
+        {"lookup": 1, "draft_length": 0, "reproducible": True},
         {**WARM, "draft_min_confidence": 1.0, "draft_min_prob": 1.0, "draft_max_entropy": 0.0},
     ],
     ids=str,
@@ -117,7 +126,7 @@ def test_the_edge_of_what_is_allowed(options: dict[str, Any]) -> None:
     assert all(getattr(request, name) == value for name, value in options.items())
 
 
-@pytest.mark.parametrize("name", ["stop_ids", "max_new_tokens", "draft_length", "seed"])
+@pytest.mark.parametrize("name", ["stop_ids", "max_new_tokens", "draft_length", "lookup", "seed"])
 def test_numbers_below_their_range_are_refused_before_decoding(decoder: Decoder, name: str) -> None:
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} is -4[,;].* use "):
         decoder.stream("hi", **{name: -4})
@@ -234,6 +243,7 @@ SPELT: dict[str, tuple[str, Any]] = {
     "draft_min_confidence": ("--draft-min-confidence 0.3", 0.3),
     "draft_max_entropy": ("--draft-max-entropy 2", 2.0),
     "draft_min_prob": ("--draft-min-prob 0.1", 0.1),
+    "lookup": ("--lookup 5", 5),
     "stop": ("--stop 12 null true [x] 3.0 --stop=--y", ("12", "null", "true", "[x]", "3.0", "--y")),
     "stop_ids": ("--stop-ids 3 --stop-ids 4", (3, 4)),
     "ignore_eos": ("--ignore-eos", True),

@@ -139,7 +139,7 @@ def decode(
     eos: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], DecodeStats]:
     """The engine's tokens and statistics."""
-    stats = DecodeStats(request.reported_rule, draft_length, request.tree)
+    stats = DecodeStats(request.reported_rule, draft_length, request.tree, request.lookup)
     stopping = Stopping(room(len(prompt), engine.target.context_length, new_tokens), eos)
     processors = TextProcessors(
         request,
