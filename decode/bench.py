@@ -59,7 +59,8 @@ def bench(
             how many times that a step of mtp takes.
         cost_model: from these, the speed over that of plain decoding to expect of 1, 2, …, K drafts per step
             (`speed_up`), and as `measured` with K, both without prefill; null without drafts, with a tree, with
-            lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not measured.
+            lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not
+            measured.
         lookup_tokens: the most drafts of a step of the side `lookup`; null where it was not measured.
 
     Raises UserError on settings that cannot be met, before anything is timed.
