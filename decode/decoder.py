@@ -131,8 +131,7 @@ class Decoder:
 
         `heads` None decodes plainly and needs `base`. `compile` is for speed: see `decode.speed`. `home` is where
         embedded bases and compiled kernels are kept (default: MTP_HOME, or the user's cache); `on_progress` hears what
-        is fetched. Raises UserError when either cannot be loaded or they do
-        not belong together.
+        is fetched. Raises UserError when either cannot be loaded or they do not belong together.
         """
         if heads is None and base is None:
             raise UserError("neither --heads nor --base is given; name at least one of them.")

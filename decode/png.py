@@ -26,12 +26,18 @@ def check_path(path: Path, option: str = "--out") -> None:
 
 def write(image: bytes, path: Path, option: str = "--out") -> None:
     """The whole file, or what was there before and a UserError."""
-    part = _part(path)
     try:
-        part.write_bytes(image)
-        part.replace(path)
+        put(image, path)
     except OSError as error:
         raise UserError(f"{option} {path} cannot be written ({error.strerror}); choose another place.") from error
+
+
+def put(content: bytes, path: Path) -> None:
+    """The whole file, or what was there before and an OSError."""
+    part = _part(path)
+    try:
+        part.write_bytes(content)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from decode import Decoder, Request
 from decode.bench import describe
+from decode.png import put
 from decode.stats import DecodeStats
 from decode.text import Prompt
 from mtp.base import FrozenBase
@@ -59,15 +60,11 @@ def _read_list(path: Path) -> list[Any]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """The whole file or nothing. UserError where it cannot be written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        part.replace(path)
+        put(content, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another place.") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def settings(base: FrozenBase, prompts: Sequence[Prompt], request: Request) -> dict[str, Any]:

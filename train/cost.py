@@ -20,13 +20,13 @@ SIDE = 1536  # of the square matrices that the peak is measured with: large enou
 SPARE = 0.9  # of the free memory that an estimate may fill
 
 
-@torch.no_grad()
 def product_dtype(base: FrozenBase) -> torch.dtype:
     """What products run in: the base's own precision, or that of the autocast around this call."""
     kind = base.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else base.dtype
 
 
+@torch.no_grad()
 def matrix_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.4) -> float:
     """Floating-point operations per second of the best matrix product within some tenths of a second."""
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))

@@ -24,7 +24,7 @@ def tokens(seed: int, length: int) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def close(one: torch.Tensor, other: torch.Tensor) -> None:
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()), rtol=0)
 
 
@@ -48,8 +48,8 @@ def test_states_over_steps_and_rollbacks(family: str, with_kernels: bool, tmp_pa
             break
         found = stack.forward(block, ours, LAYERS)
         wanted = base.forward(block, cache=theirs, feature_layers=LAYERS)
-        close(found.features, wanted.features)
-        close(found.hidden, wanted.hidden)
+        assert_close(found.features, wanted.features)
+        assert_close(found.hidden, wanted.hidden)
         length = ours.length - draw.randint(0, block.shape[1] - 1)
         ours.rollback(length)
         theirs.rollback(length)
@@ -66,7 +66,7 @@ def test_trees(family: str, tmp_path: Path) -> None:
     for cache in (ours, theirs):
         base.forward(tokens(1, 7), cache=cache)
     found = stack.forward(tokens(2, 4), ours, tree=tree).hidden
-    close(found, base.forward(tokens(2, 4), cache=theirs, tree=tree).hidden)
+    assert_close(found, base.forward(tokens(2, 4), cache=theirs, tree=tree).hidden)
 
 
 def test_weights_are_shared(tmp_path: Path) -> None:
