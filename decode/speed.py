@@ -46,7 +46,7 @@ def speed_up(base: FrozenBase, heads: Heads | None, mode: Compile, home: Path, s
         return
     base.kernels = kernels
     if heads is not None:
-        use_kernels(heads, kernels)
+        use_kernels(heads, kernels, compacted=True)
     try:
         base.steps = Stack.of(base, kernels).forward
     except Unreadable as fault:

@@ -45,6 +45,13 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
         self._show(end)
         return self.keys, self.values
 
+    def extend(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both buffers [B, heads, capacity, head size], in which `count` places more count as held: the caller writes
+        them. like [B, heads, any, head size]: what the first buffers are to be like."""
+        buffers = self._room(self.length + count, like, like)
+        self._show(self.length + count)
+        return buffers
+
     def _room(self, end: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Buffers with place for `end` positions, holding the first `length` ones."""
         if self._buffers is not None and self._buffers[0].shape[-2] >= end:

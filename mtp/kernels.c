@@ -1,7 +1,12 @@
-/* Products of a few rows with large matrices, as fast as the matrices can be read.
+/* Steps of a few rows, as fast as the weights can be read: products, norms, and whole blocks of Llama's type.
 
-   Every sum is taken in one order that does not depend on how many rows there are, so a row gets the same numbers
-   alone and among others. Shapes: n rows of x [n, d]; matrix w [v, d]; out [n, v]. All float32 and dense. */
+   Every sum is taken in one order that does not depend on how many rows there are, so a row gets the same numbers alone
+   and among others. Everything is float32 and dense; weights may be stored as bfloat16, and are widened when read.
+
+   Shapes: n rows, D hidden, I MLP, H query heads, J key-value heads, E head size, P places in the cache. */
+
+#include <omp.h>
+#include <stdint.h>
 
 #if defined(__AVX512F__)
 #define WIDTH 16
@@ -10,15 +15,28 @@
 #else
 #define WIDTH 4
 #endif
-#define MOST_ROWS 8
+#define ROWS 8   /* that share what is read of a matrix */
+#define NEAR 4096 /* numbers that stay in the nearest cache while matrices stream through it */
+#define CHUNK 64 /* places whose scores are normalised together; a multiple of WIDTH */
 #define UNROLL _Pragma("GCC unroll 16")
+#define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
-
+typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2)));
 typedef float vec8 __attribute__((vector_size(32), aligned(4)));
 typedef float vec4 __attribute__((vector_size(16), aligned(4)));
 
-static inline __attribute__((always_inline)) float total(vec sum)
+struct matrix { const void *weights; const float *bias; long inputs, outputs; int half; };
+struct layer {
+    const float *attention_norm, *q_norm, *k_norm, *mlp_norm; /* q_norm and k_norm may be NULL */
+    struct matrix q, k, v, o, gate, up, down;
+    float *keys, *values;
+};
+struct shape { long hidden, heads, kv_heads, head, rotated, inner, head_stride, place_stride; float eps; };
+
+INLINE float total(vec sum)
 {
     union { vec whole; vec8 eight[2]; vec4 four[4]; float one[16]; } parts;
     parts.whole = sum;
@@ -27,47 +45,81 @@ static inline __attribute__((always_inline)) float total(vec sum)
     return (parts.one[0] + parts.one[2]) + (parts.one[1] + parts.one[3]);
 }
 
-/* x [n, d] times m rows of w, at most four of them. A vector that was read serves several sums, kept in registers. */
-static inline __attribute__((always_inline)) void dots(
-    const int n, const int m, const int fetch, const float *x, const float *w, long d, float *out, long stride)
+INLINE vec read_vec(const void *weights, long at, int half)
 {
-    vec sum[MOST_ROWS][4];
+    if (!half) return *(const vec *)((const float *)weights + at);
+    return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)weights + at), bits) << 16);
+}
+
+/* The first `count` < WIDTH numbers, and zeros. What is left of a row is summed like the rest of it: were it left to the
+   compiler, it would round in one way for some numbers of rows and in another for others. */
+INLINE vec read_some(const void *weights, long at, int half, long count)
+{
+    union { float whole[WIDTH]; uint16_t half[WIDTH]; } some = {{0}};
+    if (half) __builtin_memcpy(some.half, (const uint16_t *)weights + at, 2 * count);
+    else __builtin_memcpy(some.whole, (const float *)weights + at, 4 * count);
+    return read_vec(&some, 0, half);
+}
+
+/* x [n, d] times m <= 4 rows of w, `apart` rows from each other. A vector that was read serves several sums, kept in
+   registers; rows far apart are as many streams, which are fetched ahead, where neighbours would break one stream. */
+INLINE void dots(const int n, const int m, const int fetch, const int half, const float *x, const void *w, long at,
+                 long apart, long d, long w_stride, float *out, long out_stride)
+{
+    vec sum[ROWS][4];
     UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < m; v++) sum[r][v] = (vec){0};
     long k = 0;
     for (; k + WIDTH <= d; k += WIDTH) {
         vec row[4];
         UNROLL for (int v = 0; v < m; v++) {
-            row[v] = *(const vec *)(w + v * d + k);
-            if (fetch) __builtin_prefetch(w + (v + 2 * m) * d + k);
+            long place = (at + v * apart) * w_stride + k;
+            row[v] = read_vec(w, place, half);
+            if (fetch) __builtin_prefetch((const char *)w + (half ? 2 : 4) * place + 1024);
         }
         UNROLL for (int r = 0; r < n; r++) {
             vec one = *(const vec *)(x + r * d + k);
             UNROLL for (int v = 0; v < m; v++) sum[r][v] += row[v] * one;
         }
     }
-    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < m; v++) {
-        float sum_rv = total(sum[r][v]);
-        for (long j = k; j < d; j++) sum_rv += w[v * d + j] * x[r * d + j];
-        out[r * stride + v] = sum_rv;
+    if (k < d) UNROLL for (int v = 0; v < m; v++) {
+        vec row = read_some(w, (at + v * apart) * w_stride + k, half, d - k);
+        UNROLL for (int r = 0; r < n; r++) sum[r][v] += row * read_some(x, r * d + k, 0, d - k);
     }
+    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < m; v++)
+        out[r * out_stride + at + v * apart] = total(sum[r][v]);
 }
 
-/* Up to four rows, one row of w at a time is fastest, since it is read as one stream; beyond, four share what is read. */
-#define FEW(N) case N: for (long v = begin; v < end; v++) dots(N, 1, 0, x, w + v * d, d, out + v, stride); break;
-#define MANY(N) case N: { long v = begin; \
-    for (; v + 4 <= end; v += 4) dots(N, 4, 1, x, w + v * d, d, out + v, stride); \
-    for (; v < end; v++) dots(N, 1, 0, x, w + v * d, d, out + v, stride); } break;
+/* out[r, v] for v from begin to end. Two streams keep up with memory as long as all of x stays at hand in the nearest
+   cache; four read x half as often. */
+#define STREAMS(N, M, FETCH, HALF) { long apart = (end - begin) / M, v = begin; \
+    for (; v < begin + apart; v++) dots(N, M, FETCH, HALF, x, w, v, apart, d, w_stride, out, stride); \
+    for (v = begin + M * apart; v < end; v++) dots(N, 1, 0, HALF, x, w, v, 0, d, w_stride, out, stride); }
+#define EACH(N) case N: \
+    if (half) { STREAMS(N, 2, 1, 1) } else if (N > 5) { STREAMS(N, 4, 1, 0) } \
+    else if (N * d > NEAR) { STREAMS(N, 4, 0, 0) } else { STREAMS(N, 2, 0, 0) } \
+    break;
 
-static void part_of_products(int n, const float *x, const float *w, long begin, long end, long d, float *out, long stride)
+static void few_rows(int n, const float *x, const void *w, int half, long begin, long end, long d, long w_stride,
+                     float *out, long stride)
 {
-    switch (n) { FEW(1) FEW(2) FEW(3) FEW(4) MANY(5) MANY(6) MANY(7) MANY(8) }
+    switch (n) { EACH(1) EACH(2) EACH(3) EACH(4) EACH(5) EACH(6) EACH(7) EACH(8) }
 }
 
-/* out [n, v] = x [n, d] times w [v, d] transposed. */
-void products(int n, long d, long v, const float *x, const float *w, float *out, int threads)
+/* This thread's share of out [n, outputs] = x [n, inputs] times the matrix transposed, plus its bias. */
+static void part_of_product(const struct matrix *m, int n, const float *x, float *out, int thread, int threads)
 {
-    #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int t = 0; t < threads; t++) part_of_products(n, x, w, v * t / threads, v * (t + 1) / threads, d, out, v);
+    long begin = m->outputs * thread / threads, end = m->outputs * (thread + 1) / threads;
+    for (int r = 0; r < n; r += ROWS)
+        few_rows(n - r < ROWS ? n - r : ROWS, x + r * m->inputs, m->weights, m->half, begin, end, m->inputs, m->inputs,
+                 out + r * m->outputs, m->outputs);
+    if (m->bias)
+        for (int r = 0; r < n; r++) for (long v = begin; v < end; v++) out[r * m->outputs + v] += m->bias[v];
+}
+
+void product(const struct matrix *m, int n, const float *x, float *out, int threads)
+{
+    #pragma omp parallel num_threads(threads)
+    part_of_product(m, n, x, out, omp_get_thread_num(), omp_get_num_threads());
 }
 
 /* out [n, d] = x / sqrt(mean of x squared + eps) * weight, row by row. */
@@ -75,8 +127,219 @@ void rms_norm(int n, long d, const float *x, const float *weight, float eps, flo
 {
     for (int r = 0; r < n; r++) {
         float square;
-        dots(1, 1, 0, x + r * d, x + r * d, d, &square, 1);
+        dots(1, 1, 0, 0, x + r * d, x + r * d, 0, 0, d, d, &square, 1);
         float scale = 1.0f / __builtin_sqrtf(square / d + eps);
         for (long k = 0; k < d; k++) out[r * d + k] = x[r * d + k] * scale * weight[k];
+    }
+}
+
+INLINE vec larger(vec a, vec b)
+{
+    ints first = a > b;
+    return (vec)(((ints)a & first) | ((ints)b & ~first));
+}
+
+/* e^x to about two units in the last place, for x <= 88; 1e-38 below -87. x = n ln 2 + r, e^r by its series. */
+INLINE vec exponential(vec x)
+{
+    x = larger(x, (vec){0} - 87.0f);
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
+}
+
+static void turn(float *x, const float *cos, const float *sin, long width)
+{
+    long half = width / 2;
+    for (long i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] + b * sin[i];
+        x[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+/* Scores of one query over some places, to their maximum, the sum of exponentials and the sum of values by these.
+   found: maximum, sum, E values. score [CHUNK] holds products of query and keys; nothing is seen where -inf. */
+static void weigh(float *score, long places, float scale, const float *values, long stride, long size, float *found)
+{
+    float most = -__builtin_inff(), sum;
+    for (long t = 0; t < places; t++) {
+        score[t] *= scale;
+        most = score[t] > most ? score[t] : most;
+    }
+    while (places && score[places - 1] == -__builtin_inff()) places--; /* 0 times no number is none */
+    for (long t = places; t < CHUNK; t++) score[t] = -__builtin_inff();
+    vec sums = {0};
+    for (long t = 0; t < CHUNK; t += WIDTH) {
+        vec one = *(vec *)(score + t);
+        ints seen = one > -__builtin_inff();
+        one = (vec)((ints)exponential(one - most) & seen);
+        *(vec *)(score + t) = one;
+        sums += one;
+    }
+    sum = total(sums);
+    found[0] = most;
+    found[1] = sum;
+    long e = 0;
+    for (; e + 4 * WIDTH <= size; e += 4 * WIDTH) {
+        vec mixed[4] = {{0}};
+        for (long t = 0; t < places; t++) UNROLL for (int i = 0; i < 4; i++)
+            mixed[i] += score[t] * *(const vec *)(values + t * stride + e + i * WIDTH);
+        UNROLL for (int i = 0; i < 4; i++) *(vec *)(found + 2 + e + i * WIDTH) = mixed[i];
+    }
+    for (; e + WIDTH <= size; e += WIDTH) {
+        vec mixed = {0};
+        for (long t = 0; t < places; t++) mixed += score[t] * *(const vec *)(values + t * stride + e);
+        *(vec *)(found + 2 + e) = mixed;
+    }
+    if (e < size) {
+        vec mixed = {0};
+        for (long t = 0; t < places; t++) mixed += score[t] * read_some(values, t * stride + e, 0, size - e);
+        __builtin_memcpy(found + 2 + e, &mixed, 4 * (size - e));
+    }
+}
+
+struct rows { int n; long past; const float *cos, *sin; const unsigned char *visible; };
+
+/* All queries of one key-value head over one chunk of places. queries [J, n, G, E]; partial [J, n, G, chunks, 2 + E] */
+static void attend_chunk(const struct layer *l, const struct shape *s, const struct rows *rows, long j, long chunk,
+                         long chunks, const float *queries, float *partial)
+{
+    long group = s->heads / s->kv_heads, start = chunk * CHUNK, length = rows->past + rows->n;
+    long places = length - start < CHUNK ? length - start : CHUNK, from = j * s->head_stride + start * s->place_stride;
+    float scores[ROWS * CHUNK], scale = 1.0f / __builtin_sqrtf(s->head);
+    for (long first = 0; first < rows->n * group; first += ROWS) {
+        int some = rows->n * group - first < ROWS ? rows->n * group - first : ROWS;
+        few_rows(some, queries + (j * rows->n * group + first) * s->head, l->keys + from, 0, 0, places, s->head,
+                 s->place_stride, scores, CHUNK);
+        for (int i = 0; i < some; i++) {
+            long query = first + i, r = query / group;
+            for (long t = rows->past > start ? rows->past - start : 0; t < places; t++)
+                if (!rows->visible[r * rows->n + start + t - rows->past]) scores[i * CHUNK + t] = -__builtin_inff();
+            weigh(scores + i * CHUNK, places, scale, l->values + from, s->place_stride, s->head,
+                  partial + ((j * rows->n * group + query) * chunks + chunk) * (2 + s->head));
+        }
+    }
+}
+
+/* The chunks of one query put together: out [E]. */
+static void combine(const float *partial, long chunks, long size, float *out)
+{
+    float most = -__builtin_inff(), sum = 0;
+    for (long c = 0; c < chunks; c++) most = partial[c * (2 + size)] > most ? partial[c * (2 + size)] : most;
+    for (long e = 0; e < size; e++) out[e] = 0;
+    for (long c = 0; c < chunks; c++) {
+        const float *one = partial + c * (2 + size);
+        if (!(one[1] > 0)) continue;
+        float weight = exponential((vec){0} + (one[0] - most))[0];
+        sum += weight * one[1];
+        for (long e = 0; e < size; e++) out[e] += weight * one[2 + e];
+    }
+    for (long e = 0; e < size; e++) out[e] /= sum;
+}
+
+/* This thread's share of putting projected heads in place: queries turned to [J, n, G, E], keys and values cached. */
+static void place_heads(const struct layer *l, const struct shape *s, const struct rows *rows, float *q, float *k,
+                        const float *v, float *queries, int thread, int threads)
+{
+    long group = s->heads / s->kv_heads;
+    for (long i = thread; i < rows->n * (s->heads + s->kv_heads); i += threads) {
+        long r = i / (s->heads + s->kv_heads), h = i % (s->heads + s->kv_heads), key = h - s->heads;
+        float *one = key < 0 ? q + (r * s->heads + h) * s->head : k + (r * s->kv_heads + key) * s->head;
+        const float *norm = key < 0 ? l->q_norm : l->k_norm;
+        if (norm) rms_norm(1, s->head, one, norm, s->eps, one);
+        turn(one, rows->cos + r * s->rotated, rows->sin + r * s->rotated, s->rotated);
+        long at = key * s->head_stride + (rows->past + r) * s->place_stride;
+        float *to = key < 0 ? queries + ((h / group * rows->n + r) * group + h % group) * s->head : l->keys + at;
+        __builtin_memcpy(to, one, 4 * s->head);
+        if (key >= 0) __builtin_memcpy(l->values + at, v + (r * s->kv_heads + key) * s->head, 4 * s->head);
+    }
+}
+
+/* inner [n, I] = silu(inner) * up, for this thread's columns, as part_of_product divides them. */
+static void gate(float *inner, const float *up, int n, long width, int thread, int threads)
+{
+    long begin = width * thread / threads, end = width * (thread + 1) / threads;
+    for (int r = 0; r < n; r++) for (long i = begin; i < end; i++) {
+        float *one = inner + r * width + i;
+        if (i + WIDTH <= end) {
+            vec x = *(vec *)one;
+            *(vec *)one = x / (1.0f + exponential(-x)) * *(const vec *)(up + r * width + i);
+            i += WIDTH - 1;
+        } else *one = *one / (1.0f + exponential((vec){0} - *one)[0]) * up[r * width + i];
+    }
+}
+
+static void add_columns(float *out, const float *x, int n, long width, int thread, int threads)
+{
+    for (int r = 0; r < n; r++)
+        for (long i = width * thread / threads; i < width * (thread + 1) / threads; i++)
+            out[r * width + i] += x[r * width + i];
+}
+
+/* Floats of scratch that `blocks` needs. */
+long scratch(const struct shape *s, int n, long past, int threads)
+{
+    long chunks = (past + n + CHUNK - 1) / CHUNK;
+    return n * ((threads + 1) * s->hidden + (3 * s->heads + 2 * s->kv_heads) * s->head + 2 * s->inner)
+        + n * s->heads * chunks * (2 + s->head);
+}
+
+#define WAIT _Pragma("omp barrier")
+
+/* states [layers + 1, n, D]: the first is given, each block reads one and writes the next. inputs [n, width of q]: what
+   the only block's attention reads instead of its normalised state; else NULL. cos, sin [n, rotated]: as in
+   `blocks.Turn`. visible [n, n]: which of the rows a row sees, besides all that came before them. */
+void blocks(const struct shape *s, const struct layer *layers, int count, int n, long past, const float *inputs,
+            const float *cos, const float *sin, const unsigned char *visible, float *states, float *scratch, int threads)
+{
+    const struct rows rows = {n, past, cos, sin, visible};
+    long chunks = (past + n + CHUNK - 1) / CHUNK, wide = s->heads * s->head, narrow = s->kv_heads * s->head;
+    long group = s->heads / s->kv_heads, size = n * s->hidden;
+    float *middle = scratch, *q = middle + size, *k = q + n * wide, *v = k + n * narrow, *queries = v + n * narrow;
+    float *mixed = queries + n * wide, *inner = mixed + n * wide, *up = inner + n * s->inner;
+    float *partial = up + n * s->inner, *norms = partial + n * s->heads * chunks * (2 + s->head);
+    #pragma omp parallel num_threads(threads)
+    {
+        int me = omp_get_thread_num(), all = omp_get_num_threads();
+        float *norm = norms + me * size;
+        for (int i = 0; i < count; i++) {
+            const struct layer *l = layers + i;
+            float *state = states + i * size, *next = state + size;
+            if (!inputs) rms_norm(n, s->hidden, state, l->attention_norm, s->eps, norm);
+            part_of_product(&l->q, n, inputs ? inputs : norm, q, me, all);
+            part_of_product(&l->k, n, inputs ? inputs : norm, k, me, all);
+            part_of_product(&l->v, n, inputs ? inputs : norm, v, me, all);
+            WAIT
+            place_heads(l, s, &rows, q, k, v, queries, me, all);
+            WAIT
+            for (long task = me; task < s->kv_heads * chunks; task += all)
+                attend_chunk(l, s, &rows, task / chunks, task % chunks, chunks, queries, partial);
+            WAIT
+            for (long one = me; one < n * s->heads; one += all) {
+                long r = one / s->heads, h = one % s->heads;
+                long query = (h / group * n + r) * group + h % group;
+                combine(partial + query * chunks * (2 + s->head), chunks, s->head, mixed + one * s->head);
+            }
+            WAIT
+            part_of_product(&l->o, n, mixed, middle, me, all);
+            add_columns(middle, state, n, s->hidden, me, all);
+            WAIT
+            rms_norm(n, s->hidden, middle, l->mlp_norm, s->eps, norm);
+            part_of_product(&l->gate, n, norm, inner, me, all);
+            part_of_product(&l->up, n, norm, up, me, all);
+            gate(inner, up, n, s->inner, me, all);
+            WAIT
+            part_of_product(&l->down, n, inner, next, me, all);
+            add_columns(next, middle, n, s->hidden, me, all);
+            WAIT
+        }
     }
 }

@@ -6,7 +6,7 @@ Knows: how a module of modules gets them. Refuses to know: whether they pay, and
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtp.kernels import Kernels
+from mtp.kernels import Kernels, compact
 from mtp.output import project
 
 
@@ -19,9 +19,14 @@ class UsesKernels:
 class Linear(UsesKernels, nn.Linear):
     """[..., inputs] to [..., outputs]."""
 
+    compacted: Tensor | None = None
+    """The weights as kernels are to read them; None is as they are."""
+
     def forward(self, input: Tensor) -> Tensor:
         if self.kernels is None:
             return F.linear(input, self.weight, self.bias)
+        if self.compacted is not None and self.kernels.take(input, self.compacted):
+            return project(input, self.compacted, self.bias, self.kernels)
         return project(input, self.weight, self.bias, self.kernels)
 
 
@@ -35,8 +40,13 @@ class RMSNorm(UsesKernels, nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-def use_kernels(module: nn.Module, kernels: Kernels | None) -> None:
-    """Have every part of the module that can compute a few rows with `kernels`; None is torch again."""
+def use_kernels(module: nn.Module, kernels: Kernels | None, compacted: bool = False) -> None:
+    """Have every part of the module that can compute a few rows with `kernels`; None is torch again.
+
+    compacted: matrices whose numbers allow it are held in bfloat16 besides, for the kernels. They must not change.
+    """
     for part in module.modules():
         if isinstance(part, UsesKernels):
             part.kernels = kernels
+        if isinstance(part, Linear):
+            part.compacted = compact(part.weight) if kernels is not None and compacted else None

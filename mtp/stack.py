@@ -1,7 +1,7 @@
 """The base's decoder layers as a stack of our own blocks, sharing its weights: steps of a few rows at little cost.
 
-Knows: how to run the blocks over rows that follow what a cache holds, and how to find out on a few tokens that this
-gives the base's own states. A base for which it does not is refused with the reason, and runs in transformers.
+Knows: how to run the blocks over rows that follow what a cache holds, in one call of the kernels where these can, and
+how to find out on a few tokens that this gives the base's own states. A base for which it does not is refused with the reason, and runs in transformers.
 Refuses to know: heads, sampling, and several texts at once.
 
 Shapes: R new rows, T_past cached positions, T = T_past + R, D hidden, H query heads, J key-value heads, G = H / J, E
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from mtp.base import BaseOutput, FrozenBase
 from mtp.cache import BaseCache, RollbackLayer
 from mtp.errors import UserError
-from mtp.heads.blocks import Block, add_mlp
+from mtp.heads.blocks import Block, Turn, add_mlp
 from mtp.kernels import Kernels
 from mtp.last_block import Unreadable, share_blocks, some_tokens
 from mtp.layers import RMSNorm, use_kernels
+from mtp.one_call import OneCall, Past, fits
 from mtp.tree_mask import TreeMask
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of transformers: those that no length of the text changes
@@ -31,17 +32,19 @@ _PROBE_READ = 5
 class Stack:
     """Call `Stack.of`. Not a module: nothing here is trained, saved or moved."""
 
-    def __init__(self, base: FrozenBase, blocks: Sequence[Block], norm: nn.Module) -> None:
+    def __init__(self, base: FrozenBase, blocks: Sequence[Block], norm: nn.Module, kernels: Kernels | None) -> None:
         self.base, self.blocks, self.norm = base, list(blocks), norm
+        for module in (*self.blocks, norm):
+            use_kernels(module, kernels)
+        able = kernels is not None and all(map(fits, self.blocks))
+        self.one_call = OneCall(kernels, self.blocks, base.hidden_size) if kernels is not None and able else None
 
     @classmethod
     @torch.no_grad()
     def of(cls, base: FrozenBase, kernels: Kernels | None = None) -> "Stack":
         """The stack of a base, or `Unreadable`: why there is none that computes what the base does."""
         _check_kind(base)
-        stack = cls(base, share_blocks(base), _final_norm(base))
-        for module in (*stack.blocks, stack.norm):
-            use_kernels(module, kernels)
+        stack = cls(base, share_blocks(base), _final_norm(base), kernels)
         stack._compare()
         return stack
 
@@ -53,20 +56,38 @@ class Stack:
         rows, past = tokens.shape[1], cache.length
         places = torch.arange(rows, device=tokens.device) if tree is None else tree.depths
         turn = self.blocks[0].attention.turn((past + places)[None], self.base.dtype)
-        mask = self._mask(rows, past, tree)
         hidden = F.embedding(tokens, self.base.embedding)
-        states = {}
-        for number, (block, kept) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            states[number] = hidden
+        if self.one_call is not None and rows in self.one_call.kernels.rows:
+            states = self._at_once(self.one_call, hidden, turn, cache, tree)
+        else:
+            states = self._one_by_one(hidden, turn, cache, self._mask(rows, past, tree))
+        cache.advance(rows)
+        hidden = states[-1] = self.norm(states[-1])
+        wanted = [states[layer] for layer in feature_layers]
+        return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
+
+    def _one_by_one(self, hidden: Tensor, turn: Turn, cache: BaseCache, mask: Tensor | None) -> list[Tensor]:
+        """What each block reads and the last one writes, each [1, R, D]."""
+        states = [hidden]
+        for block, kept in zip(self.blocks, cache.layers, strict=True):
             inputs = block.attention_norm(hidden)
             queries = block.attention.queries(inputs, turn)
             keys, values = block.attention.keys_values(inputs, turn)
             mixed = _attend(queries, *kept.update(keys.transpose(1, 2), values.transpose(1, 2)), mask)
             hidden = add_mlp(hidden, block.attention.output(mixed), block.mlp_norm, block.mlp)
-        cache.advance(rows)
-        hidden = states[len(self.blocks)] = self.norm(hidden)
-        wanted = [states[layer] for layer in feature_layers]
-        return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
+            states.append(hidden)
+        return states
+
+    def _at_once(
+        self, one_call: OneCall, hidden: Tensor, turn: Turn, cache: BaseCache, tree: TreeMask | None
+    ) -> list[Tensor]:
+        """As `_one_by_one`."""
+        shape = self.blocks[0].attention.shape
+        like = hidden.new_empty(1, shape.num_key_value_heads, 0, shape.head_dim)
+        buffers = [kept.extend(hidden.shape[1], like) for kept in cache.layers]
+        _, _, capacity, size = buffers[0][0].shape
+        past = Past(buffers, (capacity * size, size), cache.length)
+        return list(one_call.run(hidden[0], turn, past, None if tree is None else tree.visible).unsqueeze(1))
 
     def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:
         """What is added to the scores of the G R queries of a key-value head [R * G, T]; None for a single row."""

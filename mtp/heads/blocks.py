@@ -212,6 +212,12 @@ class KeyValues:
         self.keys, self.values = write(self.keys, keys, start), write(self.values, values, start)
         return self.first(start + keys.shape[1])
 
+    def reserve(self, count: int, start: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both buffers, with room for `count` positions from `start` on, for the caller to write; like [B,any,J,E]."""
+        end = start + count
+        self.keys, self.values = grown(self.keys, like, start, end), grown(self.values, like, start, end)
+        return self.keys, self.values
+
     def first(self, end: int) -> tuple[Tensor, Tensor]:
         """The keys and values before `end`."""
         assert self.keys is not None
@@ -226,10 +232,16 @@ class KeyValues:
 def write(buffer: Tensor | None, rows: Tensor, start: int) -> Tensor:
     """Put rows [B,T,...] at `start` of a buffer [B,capacity,...], which doubles when full; returns the buffer."""
     end = start + rows.shape[1]
-    if buffer is None or end > buffer.shape[1]:
-        grown = rows.new_zeros(rows.shape[0], max(256, 2 * end), *rows.shape[2:])
-        if buffer is not None:
-            grown[:, :start] = buffer[:, :start]
-        buffer = grown
+    buffer = grown(buffer, rows, start, end)
     buffer[:, start:end] = rows
     return buffer
+
+
+def grown(buffer: Tensor | None, like: Tensor, start: int, end: int) -> Tensor:
+    """The buffer [B,capacity,...], or a larger one with its first `start` positions; like [B,any,...]."""
+    if buffer is not None and end <= buffer.shape[1]:
+        return buffer
+    larger = like.new_zeros(like.shape[0], max(256, 2 * end), *like.shape[2:])
+    if buffer is not None:
+        larger[:, :start] = buffer[:, :start]
+    return larger

@@ -23,6 +23,7 @@ from mtp.config import HeadsConfig
 from mtp.heads.blocks import Attention, KeyValues, Mlp, add_mlp, make_norm
 from mtp.heads.interface import Heads, Layout, State
 from mtp.layers import Linear
+from mtp.one_call import OneCall, Past, fits
 from mtp.targets import draft_inputs, take_anchors
 
 
@@ -79,6 +80,7 @@ class RecurrentHeads(Heads):
         self.norm = make_norm(size, shape)
         if config.eagle31_norms:
             self.feature_norms = nn.ModuleList(make_norm(size, shape) for _ in config.feature_layers)
+        self._one_call: OneCall | None = None
 
     def read(self, features: Tensor) -> Tensor:
         """What fc reads of features [...,F]: themselves, or each layer normalised."""
@@ -131,7 +133,7 @@ class RecurrentHeads(Heads):
             return
         fused = self.fc(self.read(features.to(self.precision)))
         inputs = self._inputs(next_tokens, fused)
-        state.first = self._extend(state, inputs, fused[:, -1:], state.length)
+        state.first = self._extend(state, inputs, fused, state.length)
         state.length += features.shape[1]
 
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
@@ -146,11 +148,33 @@ class RecurrentHeads(Heads):
         return self.project(self._output(state.latest[:, 0]))
 
     def _extend(self, state: RecurrentState, inputs: Tensor, hidden: Tensor, start: int) -> Tensor:
-        """Write keys of inputs [B,T,2D] at `start`, and return g [B,1,D] of the last one; only it needs a query."""
+        """Write keys of inputs [B,T,2D] at `start`, and return g [B,1,D] of the last one, out of the states [B,T,D]
+        before; only it needs a query."""
         batch, length = inputs.shape[:2]
         positions = torch.arange(start, start + length, device=inputs.device).expand(batch, length)
+        if self._at_once(inputs):
+            return self._extend_at_once(state, inputs, hidden, positions)
         keys, values = state.cache.write(*self.attention.keys_values(inputs, positions), start)
         queries = self.attention.queries(inputs[:, -1:], positions[:, -1:])
         # The G queries of a key-value head stand where SDPA expects positions, so that keys need no repeating.
         mixed = nn.functional.scaled_dot_product_attention(queries[:, 0], keys.transpose(1, 2), values.transpose(1, 2))
-        return self._finish(hidden, mixed.unsqueeze(1))
+        return self._finish(hidden[:, -1:], mixed.unsqueeze(1))
+
+    def _at_once(self, inputs: Tensor) -> bool:
+        """Whether the block is to run in one call of the kernels."""
+        if self.kernels is None or len(inputs) != 1 or not self.kernels.take(inputs, self.fc.weight) or not fits(self):
+            return False
+        if self._one_call is None or self._one_call.kernels is not self.kernels:
+            self._one_call = OneCall(self.kernels, [self], self.config.hidden_size)
+        return True
+
+    def _extend_at_once(self, state: RecurrentState, inputs: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        assert self._one_call is not None
+        shape, start = self.attention.shape, int(positions[0, 0])
+        like = inputs.new_empty(1, 0, shape.num_key_value_heads, shape.head_dim)
+        buffers = state.cache.reserve(inputs.shape[1], start, like)
+        past = Past([buffers], (shape.head_dim, shape.num_key_value_heads * shape.head_dim), start)
+        turn = self.attention.turn(positions, inputs.dtype)
+        states = self._one_call.run(hidden[0], turn, past, inputs=inputs[0])
+        after = states[-1:, -1:]
+        return self._normalised(after) if self.config.eagle31_norms else after

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mtp import kernels as module
-from mtp.kernels import MOST_ROWS, SOURCE, Kernels, NoKernels, build, faster_rows, load
+from mtp.kernels import MOST_ROWS, SOURCE, Kernels, NoKernels, build, compact, faster_rows, load
 from mtp.layers import Linear, RMSNorm, use_kernels
 from mtp.output import project
 
@@ -28,18 +28,25 @@ def rough(*shape: int) -> Tensor:
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows=st.integers(1, MOST_ROWS), inputs=st.integers(1, 70), outputs=st.integers(1, 40), threads=st.integers(1, 3))
+@given(
+    rows=st.integers(1, MOST_ROWS),
+    inputs=st.integers(1, 70) | st.just(1100),  # more than stays in the nearest cache
+    outputs=st.integers(1, 40),
+    threads=st.integers(1, 3),
+    half=st.booleans(),
+)
 def test_a_product_is_torchs_and_a_row_is_the_same_in_any_company(
-    kernels: Kernels, rows: int, inputs: int, outputs: int, threads: int
+    kernels: Kernels, rows: int, inputs: int, outputs: int, threads: int, half: bool
 ) -> None:
     x, w, before = rough(rows, inputs), rough(outputs, inputs), torch.get_num_threads()
+    w = w.bfloat16() if half else w
     torch.set_num_threads(threads)
     try:
         found = kernels.product(x, w)
         alone = torch.cat([kernels.product(row[None], w) for row in x])
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(found, F.linear(x, w), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found, F.linear(x, w.float()), atol=1e-4, rtol=1e-5)
     assert found.equal(alone)
 
 
@@ -60,9 +67,10 @@ def test_what_is_not_contiguous_is_still_right(kernels: Kernels) -> None:
     ("hidden", "matrix", "taken"),
     [
         (torch.ones(1, 8, 3), torch.ones(4, 3), True),
-        (torch.ones(3, 3, 3), torch.ones(4, 3), False),
+        (torch.ones(3, 6, 3), torch.ones(4, 3), False),
         (torch.ones(2, 3).double(), torch.ones(4, 3).double(), False),
         (torch.ones(2, 3).bfloat16(), torch.ones(4, 3).bfloat16(), False),
+        (torch.ones(2, 3), torch.ones(4, 3).bfloat16(), True),
         (torch.ones(2, 3, device="meta"), torch.ones(4, 3, device="meta"), False),
     ],
 )
@@ -71,6 +79,31 @@ def test_what_is_taken(kernels: Kernels, hidden: Tensor, matrix: Tensor, taken: 
     fewer = Kernels.__new__(Kernels)
     fewer.rows = frozenset({1})
     assert not fewer.take(hidden, matrix)
+
+
+def test_compact_is_exact_or_nothing() -> None:
+    exact = rough(4, 3).bfloat16().float()
+    half = compact(exact)
+    assert half is not None
+    assert half.dtype == torch.bfloat16
+    assert half.float().equal(exact)
+    for other in (exact + 1e-3, exact.double(), exact.bfloat16()):
+        assert compact(other) is None
+
+
+def test_a_compacted_map_is_the_same_map(kernels: Kernels) -> None:
+    part, x = Linear(5, 4), rough(2, 5)
+    part.weight = nn.Parameter(part.weight.bfloat16().float(), requires_grad=False)
+    use_kernels(part, kernels)
+    with torch.no_grad():
+        plain = part(x)
+        use_kernels(part, kernels, compacted=True)
+        assert part.compacted is not None
+        assert part.compacted.dtype == torch.bfloat16
+        assert part(x).equal(plain)
+        torch.testing.assert_close(part(rough(20, 5)), F.linear(rough(20, 5), part.weight, part.bias))  # many rows
+    use_kernels(part, None)
+    assert part.compacted is None
 
 
 def test_gradients_are_torchs(kernels: Kernels) -> None:
@@ -108,7 +141,7 @@ def test_only_rows_that_profit(kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(Kernels, "product", ours)
     monkeypatch.setattr(F, "linear", torchs)
-    assert faster_rows(kernels) == {2, 4, 6, 8}
+    assert faster_rows(kernels) == {2, 4, 6, 8, 10, 12, 14, 16}
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -154,7 +187,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("good", "bad"),
-    [("+= row[v] * one", "+= row[v] + one"), ("void products", "void others"), ("x + r * d + k", "x + k")],
+    [("+= row[v] * one", "+= row[v] + one"), ("void product(", "void other("), ("x + r * d + k", "x + k")],
 )
 def test_a_library_that_computes_something_else_is_refused(
     good: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

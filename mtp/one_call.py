@@ -1,0 +1,143 @@
+"""Blocks of Llama's type over a few rows in one call of the kernels, instead of some thirty of torch for each.
+
+Knows: what `kernels.c` needs to know of blocks and caches, and which types of blocks it computes. Refuses to know: which
+cache is whose, how far it is filled, and what the states are for.
+
+Shapes: n rows, D hidden, H query heads, J key-value heads, E head size, L blocks.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mtp.config import BlockShape
+from mtp.heads.blocks import Attention, Mlp, Turn
+from mtp.kernels import Kernels, Matrix
+from mtp.layers import Linear
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+_NORMS = ("attention_norm", "q_norm", "k_norm", "mlp_norm")
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+_SIZES = ("hidden", "heads", "kv_heads", "head", "rotated", "inner", "head_stride", "place_stride")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in _NORMS),
+        *((name, Matrix) for name in _MATRICES),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+    )
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (*((name, _LONG) for name in _SIZES), ("eps", ctypes.c_float))
+
+
+class Parts(Protocol):
+    """What a block consists of, besides the norm before its attention, which one with inputs of its own need not have."""
+
+    attention: Attention
+    mlp_norm: Any
+    mlp: Mlp
+
+
+@dataclass(frozen=True)
+class Past:
+    """Buffers of keys and values for each block, of any layout whose heads and places are `strides` numbers apart. The
+    first `length` places are read, and as many as there are rows written behind them."""
+
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    strides: tuple[int, int]
+    length: int
+
+
+class OneCall:
+    """L blocks. Their weights must neither move nor change."""
+
+    def __init__(self, kernels: Kernels, blocks: Sequence[Parts], size: int) -> None:
+        assert all(fits(block) for block in blocks)
+        self.kernels, self.blocks, self.size = kernels, list(blocks), size
+        shape = blocks[0].attention.shape
+        self._shape = _Shape(
+            hidden=size,
+            heads=shape.num_attention_heads,
+            kv_heads=shape.num_key_value_heads,
+            head=shape.head_dim,
+            inner=shape.intermediate_size,
+            eps=shape.rms_norm_eps,
+        )
+        self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
+        self._scratch = torch.empty(0)
+        self._blocks, self._needed = kernels.library.blocks, kernels.library.scratch
+        self._needed.argtypes, self._needed.restype = [ctypes.POINTER(_Shape), _INT, _LONG, _INT], _LONG
+        shapes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), _INT, _INT, _LONG]
+        self._blocks.argtypes, self._blocks.restype = [*shapes, *[_POINTER] * 6, _INT], None
+
+    def run(
+        self, hidden: Tensor, turn: Turn, past: Past, visible: Tensor | None = None, inputs: Tensor | None = None
+    ) -> Tensor:
+        """States [L + 1, n, D]: what each block reads, and what the last one writes, for rows hidden [n, D].
+
+        turn: of their positions. visible [n, n] bool: which of the rows each one sees, besides all that is past; None
+        is those up to itself. inputs [n, any]: what attention reads of the only block, in place of its normalised state.
+        """
+        rows, threads = len(hidden), torch.get_num_threads()
+        seen = (_lower(rows) if visible is None else visible).to(torch.uint8).contiguous()
+        states = hidden.new_empty(len(self.blocks) + 1, *hidden.shape)
+        states[0] = hidden
+        cos, sin = turn.cos.contiguous(), turn.sin.contiguous()
+        inputs = None if inputs is None else inputs.contiguous()
+        self._shape.rotated = cos.shape[-1]
+        self._shape.head_stride, self._shape.place_stride = past.strides
+        for layer, (keys, values) in zip(self._layers, past.buffers, strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        scratch = self._room(self._needed(self._shape, rows, past.length, threads))
+        places = [None if inputs is None else inputs.data_ptr(), cos.data_ptr(), sin.data_ptr(), seen.data_ptr()]
+        self._blocks(
+            self._shape,
+            self._layers,
+            len(self.blocks),
+            rows,
+            past.length,
+            *places,
+            states.data_ptr(),
+            scratch.data_ptr(),
+            threads,
+        )
+        return states
+
+    def _room(self, size: int) -> Tensor:
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(2 * size)
+        return self._scratch
+
+
+def fits(block: Parts) -> bool:
+    """Whether the kernels compute a block of this type, with these weights."""
+    shape = block.attention.shape
+    llama = shape.norm == "rms" and shape.gated and shape.activation == "silu" and not shape.parallel_residual
+    weights = [weight for part in (block.attention, block.mlp, block.mlp_norm) for weight in part.parameters()]
+    return llama and all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
+
+
+def _layer(block: Parts) -> _Layer:
+    attention, mlp = block.attention, block.mlp
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    linears += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    norms = (getattr(block, "attention_norm", None), getattr(attention, "q_norm", None))
+    norms += (getattr(attention, "k_norm", None), block.mlp_norm)
+    layer = _Layer(*(None if norm is None else norm.weight.data_ptr() for norm in norms), *map(_matrix, linears))
+    return layer
+
+
+def _matrix(linear: Linear) -> Matrix:
+    return Matrix.of(linear.weight if linear.compacted is None else linear.compacted, linear.bias)
+
+
+def _lower(rows: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool).tril()
