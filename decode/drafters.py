@@ -76,4 +76,4 @@ class HeadsDrafter:
 
     def fork(self, origins: Tensor) -> None:
         assert self._state is not None, "start() was not called"
-        self._branches = (self._branches or self._state).select(origins)
+        self._branches = self.heads.fork(self._branches or self._state, origins)

@@ -206,7 +206,8 @@ static void weigh(float *score, long places, float scale, const float *values, l
     }
 }
 
-struct rows { int n; long past; const float *cos, *sin; const unsigned char *visible; };
+/* visible [n, masked]: which of the last places, the rows' own included, a row sees; what is before them all see */
+struct rows { int n; long past; const float *cos, *sin; const unsigned char *visible; long masked; };
 
 /* All queries of one key-value head over one chunk of places. queries [J, n, G, E]; partial [J, n, G, chunks, 2 + E] */
 static void attend_chunk(const struct layer *l, const struct shape *s, const struct rows *rows, long j, long chunk,
@@ -214,6 +215,7 @@ static void attend_chunk(const struct layer *l, const struct shape *s, const str
 {
     long group = s->heads / s->kv_heads, start = chunk * CHUNK, length = rows->past + rows->n;
     long places = length - start < CHUNK ? length - start : CHUNK, from = j * s->head_stride + start * s->place_stride;
+    long shown = length - rows->masked;
     float scores[ROWS * CHUNK], scale = 1.0f / __builtin_sqrtf(s->head);
     for (long first = 0; first < rows->n * group; first += ROWS) {
         int some = rows->n * group - first < ROWS ? rows->n * group - first : ROWS;
@@ -221,8 +223,8 @@ static void attend_chunk(const struct layer *l, const struct shape *s, const str
                  s->place_stride, scores, CHUNK);
         for (int i = 0; i < some; i++) {
             long query = first + i, r = query / group;
-            for (long t = rows->past > start ? rows->past - start : 0; t < places; t++)
-                if (!rows->visible[r * rows->n + start + t - rows->past]) scores[i * CHUNK + t] = -__builtin_inff();
+            for (long t = shown > start ? shown - start : 0; t < places; t++)
+                if (!rows->visible[r * rows->masked + start + t - shown]) scores[i * CHUNK + t] = -__builtin_inff();
             weigh(scores + i * CHUNK, places, scale, l->values + from, s->place_stride, s->head,
                   partial + ((j * rows->n * group + query) * chunks + chunk) * (2 + s->head));
         }
@@ -296,11 +298,12 @@ long scratch(const struct shape *s, int n, long past, int threads)
 
 /* states [layers + 1, n, D]: the first is given, each block reads one and writes the next. inputs [n, width of q]: what
    the only block's attention reads instead of its normalised state; else NULL. cos, sin [n, rotated]: as in
-   `blocks.Turn`. visible [n, n]: which of the rows a row sees, besides all that came before them. */
+   `blocks.Turn`. visible [n, masked]: as in `rows`. */
 void blocks(const struct shape *s, const struct layer *layers, int count, int n, long past, const float *inputs,
-            const float *cos, const float *sin, const unsigned char *visible, float *states, float *scratch, int threads)
+            const float *cos, const float *sin, const unsigned char *visible, long masked, float *states, float *scratch,
+            int threads)
 {
-    const struct rows rows = {n, past, cos, sin, visible};
+    const struct rows rows = {n, past, cos, sin, visible, masked};
     long chunks = (past + n + CHUNK - 1) / CHUNK, wide = s->heads * s->head, narrow = s->kv_heads * s->head;
     long group = s->heads / s->kv_heads, size = n * s->hidden;
     float *middle = scratch, *q = middle + size, *k = q + n * wide, *v = k + n * narrow, *queries = v + n * narrow;

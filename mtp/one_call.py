@@ -1,7 +1,7 @@
 """Blocks of Llama's type over a few rows in one call of the kernels, instead of some thirty of torch for each.
 
-Knows: what `kernels.c` needs to know of blocks and caches, and which types of blocks it computes. Refuses to know: which
-cache is whose, how far it is filled, and what the states are for.
+Knows: what `kernels.c` needs to know of blocks and caches, and which types of blocks it computes. Refuses to know:
+which cache is whose, how far it is filled, and what the states are for.
 
 Shapes: n rows, D hidden, H query heads, J key-value heads, E head size, L blocks.
 """
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mtp.config import BlockShape
 from mtp.heads.blocks import Attention, Mlp, Turn
 from mtp.kernels import Kernels, Matrix
 from mtp.layers import Linear
@@ -26,20 +25,17 @@ _SIZES = ("hidden", "heads", "kv_heads", "head", "rotated", "inner", "head_strid
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in _NORMS),
-        *((name, Matrix) for name in _MATRICES),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-    )
+    _fields_ = [(name, _POINTER) for name in _NORMS]
+    _fields_ += [(name, Matrix) for name in _MATRICES]
+    _fields_ += [("keys", _POINTER), ("values", _POINTER)]
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = (*((name, _LONG) for name in _SIZES), ("eps", ctypes.c_float))
+    _fields_ = [*((name, _LONG) for name in _SIZES), ("eps", ctypes.c_float)]
 
 
 class Parts(Protocol):
-    """What a block consists of, besides the norm before its attention, which one with inputs of its own need not have."""
+    """What a block consists of, besides the norm before its attention, which is not needed with inputs of its own."""
 
     attention: Attention
     mlp_norm: Any
@@ -75,16 +71,20 @@ class OneCall:
         self._scratch = torch.empty(0)
         self._blocks, self._needed = kernels.library.blocks, kernels.library.scratch
         self._needed.argtypes, self._needed.restype = [ctypes.POINTER(_Shape), _INT, _LONG, _INT], _LONG
-        shapes = [ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), _INT, _INT, _LONG]
-        self._blocks.argtypes, self._blocks.restype = [*shapes, *[_POINTER] * 6, _INT], None
+        self._blocks.argtypes = [
+            *(ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), _INT, _INT, _LONG),
+            *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT),
+        ]
+        self._blocks.restype = None
 
     def run(
         self, hidden: Tensor, turn: Turn, past: Past, visible: Tensor | None = None, inputs: Tensor | None = None
     ) -> Tensor:
         """States [L + 1, n, D]: what each block reads, and what the last one writes, for rows hidden [n, D].
 
-        turn: of their positions. visible [n, n] bool: which of the rows each one sees, besides all that is past; None
-        is those up to itself. inputs [n, any]: what attention reads of the only block, in place of its normalised state.
+        turn: of their positions. visible [n, any] bool: which of the last places each row sees, the rows' own included,
+        besides all before these; None is those up to itself. inputs [n, any]: what attention reads of the only block,
+        in place of its normalised state.
         """
         rows, threads = len(hidden), torch.get_num_threads()
         seen = (_lower(rows) if visible is None else visible).to(torch.uint8).contiguous()
@@ -105,6 +105,7 @@ class OneCall:
             rows,
             past.length,
             *places,
+            seen.shape[1],
             states.data_ptr(),
             scratch.data_ptr(),
             threads,
@@ -127,12 +128,10 @@ def fits(block: Parts) -> bool:
 
 def _layer(block: Parts) -> _Layer:
     attention, mlp = block.attention, block.mlp
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    linears += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    norms = (getattr(block, "attention_norm", None), getattr(attention, "q_norm", None))
-    norms += (getattr(attention, "k_norm", None), block.mlp_norm)
-    layer = _Layer(*(None if norm is None else norm.weight.data_ptr() for norm in norms), *map(_matrix, linears))
-    return layer
+    owners = (block, attention, attention, block)
+    norms = [getattr(owner, name, None) for owner, name in zip(owners, _NORMS, strict=True)]
+    linears = [getattr(attention if name in "qkvo" else mlp, f"{name}_proj") for name in _MATRICES]
+    return _Layer(*(None if norm is None else norm.weight.data_ptr() for norm in norms), *map(_matrix, linears))
 
 
 def _matrix(linear: Linear) -> Matrix:

@@ -1,7 +1,8 @@
 """The base's decoder layers as a stack of our own blocks, sharing its weights: steps of a few rows at little cost.
 
 Knows: how to run the blocks over rows that follow what a cache holds, in one call of the kernels where these can, and
-how to find out on a few tokens that this gives the base's own states. A base for which it does not is refused with the reason, and runs in transformers.
+how to find out on a few tokens that this gives the base's own states. A base for which it does not is refused with the
+reason, and runs in transformers.
 Refuses to know: heads, sampling, and several texts at once.
 
 Shapes: R new rows, T_past cached positions, T = T_past + R, D hidden, H query heads, J key-value heads, G = H / J, E

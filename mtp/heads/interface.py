@@ -146,6 +146,11 @@ class Heads(UsesKernels, nn.Module, ABC):
     def _unroll(self, features: Tensor, tokens: Tensor, layout: Layout) -> Tensor:
         """features [B,T,F] and tokens [B,T+K] to states [B,M,K,D] of the layout's anchors."""
 
+    def fork(self, state: State, rows: Tensor) -> State:
+        """For trees: the branches that go on from drafts `rows` [B'] (long) of a state of one text. It may share the
+        state's storage, so go on from the last one only, until `ingest`."""
+        return state.select(rows)
+
     @abstractmethod
     def new_state(self, batch_size: int) -> State:
         """An empty state for `batch_size` sequences."""

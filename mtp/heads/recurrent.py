@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mtp.config import HeadsConfig
 from mtp.heads.blocks import Attention, KeyValues, Mlp, add_mlp, make_norm
 from mtp.heads.interface import Heads, Layout, State
+from mtp.kernels import MOST_ROWS
 from mtp.layers import Linear
 from mtp.one_call import OneCall, Past, fits
 from mtp.targets import draft_inputs, take_anchors
@@ -57,8 +58,13 @@ class RecurrentState(State):
     length: int = 0
     first: Tensor | None = None
     latest: Tensor | None = None
+    drafted: int = 0
+    """How many places behind `length` hold drafts of this one text."""
+    seen: Tensor | None = None
+    """Of branches of one text, whose cache all share: which of the places behind `length` each sees, [B, any] bool."""
 
     def select(self, rows: Tensor) -> "RecurrentState":
+        assert self.seen is None, "these are branches of one text"
         first, latest = (None if x is None else x[rows] for x in (self.first, self.latest))
         return RecurrentState(len(rows), self.cache.select(rows), self.length, first, latest)
 
@@ -139,42 +145,74 @@ class RecurrentHeads(Heads):
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
         assert isinstance(state, RecurrentState)
         assert state.first is not None, "ingest() at least one anchor before drafting"
+        state.drafted = k - 1
         if k == 1:
             state.latest = state.first
         else:
             assert state.latest is not None, "draft positions are asked in order, from 1"
             inputs = self._inputs(previous.unsqueeze(1), state.latest)
-            state.latest = self._extend(state, inputs, state.latest, state.length + k - 2)
+            go_on = self._extend if state.seen is None else self._extend_branches
+            state.latest = go_on(state, inputs, state.latest, state.length + k - 2)
         return self.project(self._output(state.latest[:, 0]))
+
+    def fork(self, state: State, rows: Tensor) -> State:
+        assert isinstance(state, RecurrentState)
+        assert state.latest is not None, "draft() before branching"
+        if state.seen is None and not self._at_once(state.latest):
+            return state.select(rows)
+        seen = state.latest.new_ones(1, state.drafted, dtype=torch.bool) if state.seen is None else state.seen
+        return RecurrentState(
+            len(rows), state.cache, state.length, state.first, state.latest[rows], state.drafted, seen[rows]
+        )
 
     def _extend(self, state: RecurrentState, inputs: Tensor, hidden: Tensor, start: int) -> Tensor:
         """Write keys of inputs [B,T,2D] at `start`, and return g [B,1,D] of the last one, out of the states [B,T,D]
         before; only it needs a query."""
         batch, length = inputs.shape[:2]
         positions = torch.arange(start, start + length, device=inputs.device).expand(batch, length)
-        if self._at_once(inputs):
-            return self._extend_at_once(state, inputs, hidden, positions)
+        if batch == 1 and self._at_once(inputs):
+            return self._rows(state, inputs[0], hidden[0], positions, start)[None, -1:]
         keys, values = state.cache.write(*self.attention.keys_values(inputs, positions), start)
         queries = self.attention.queries(inputs[:, -1:], positions[:, -1:])
         # The G queries of a key-value head stand where SDPA expects positions, so that keys need no repeating.
         mixed = nn.functional.scaled_dot_product_attention(queries[:, 0], keys.transpose(1, 2), values.transpose(1, 2))
         return self._finish(hidden[:, -1:], mixed.unsqueeze(1))
 
+    def _extend_branches(self, state: RecurrentState, inputs: Tensor, hidden: Tensor, place: int) -> Tensor:
+        """g [B,1,D] of branches that share a cache, at position `place`: inputs [B,1,2D], hidden [B,1,D]. Their keys
+        stand one behind the other, and each branch sees its own and those it goes on from."""
+        assert state.seen is not None
+        after, seen = [], state.seen
+        for rows in torch.arange(len(inputs), device=inputs.device).split(MOST_ROWS):  # type: ignore[no-untyped-call]
+            own = torch.arange(len(inputs), device=inputs.device)[:, None] == rows
+            start, seen = state.length + seen.shape[1], torch.cat([seen, own], dim=1)
+            positions = torch.full((1, len(rows)), place, device=inputs.device)
+            after.append(self._rows(state, inputs[rows, 0], hidden[rows, 0], positions, start, seen[rows]))
+        state.seen = seen
+        return torch.cat(after)[:, None]
+
     def _at_once(self, inputs: Tensor) -> bool:
-        """Whether the block is to run in one call of the kernels."""
-        if self.kernels is None or len(inputs) != 1 or not self.kernels.take(inputs, self.fc.weight) or not fits(self):
+        """Whether the block is to run over the rows of inputs [...,any] in one call of the kernels."""
+        if self.kernels is None or not self.kernels.take(inputs, self.fc.weight):
             return False
         if self._one_call is None or self._one_call.kernels is not self.kernels:
-            self._one_call = OneCall(self.kernels, [self], self.config.hidden_size)
-        return True
+            self._one_call = OneCall(self.kernels, [self], self.config.hidden_size) if fits(self) else None
+        return self._one_call is not None
 
-    def _extend_at_once(self, state: RecurrentState, inputs: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def _rows(
+        self,
+        state: RecurrentState,
+        inputs: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        start: int,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """g [n,D] of all rows at positions [1,n], in one call: inputs [n,2D], hidden [n,D], keys written at `start`."""
         assert self._one_call is not None
-        shape, start = self.attention.shape, int(positions[0, 0])
+        shape = self.attention.shape
         like = inputs.new_empty(1, 0, shape.num_key_value_heads, shape.head_dim)
-        buffers = state.cache.reserve(inputs.shape[1], start, like)
+        buffers = state.cache.reserve(len(inputs), start, like)
         past = Past([buffers], (shape.head_dim, shape.num_key_value_heads * shape.head_dim), start)
-        turn = self.attention.turn(positions, inputs.dtype)
-        states = self._one_call.run(hidden[0], turn, past, inputs=inputs[0])
-        after = states[-1:, -1:]
+        after = self._one_call.run(hidden, self.attention.turn(positions, inputs.dtype), past, visible, inputs)[-1]
         return self._normalised(after) if self.config.eagle31_norms else after
