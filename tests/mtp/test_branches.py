@@ -1,0 +1,99 @@
+"""Heads that draft a tree: every branch gets the drafts that it would get alone, with kernels and without."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtp.heads import Heads
+from mtp.kernels import MOST_ROWS, Kernels, build
+from mtp.layers import use_kernels
+from tests.mtp.heads_toys import VARIANTS, V, toy_heads
+
+LENGTH = 4  # draft positions
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(build(tmp_path_factory.mktemp("kernels")), frozenset(range(1, MOST_ROWS + 1)))
+
+
+def heads_with(variant: str, kernels: Kernels | None) -> Heads:
+    heads = toy_heads(seed=1, draft_length=LENGTH, **VARIANTS[variant]).float()
+    for parameter in heads.parameters():
+        parameter.data.mul_(0.3)  # float32 rounding then stays small
+    assert heads._embedding is not None
+    assert heads._output_rows is not None
+    heads.bind(heads._embedding.float(), heads._output_rows.float())
+    use_kernels(heads, kernels)
+    return heads
+
+
+def features_of(heads: Heads, length: int, seed: int) -> Tensor:
+    return torch.randn(1, length, heads.config.feature_size, generator=torch.Generator().manual_seed(seed))
+
+
+def alone(heads: Heads, features: Tensor, text: Tensor, path: list[int]) -> Tensor:
+    """Logits [len(path) + 1, V] of drafting along `path`, without kernels or branches."""
+    use_kernels(heads, None)
+    state = heads.new_state(1)
+    heads.ingest(state, features, text)
+    previous = [int(text[0, -1]), *path]
+    return torch.cat([heads.draft(state, k, torch.tensor([token])) for k, token in enumerate(previous, start=1)])
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "medusa"])
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 3, 2), (5, 1, 4), (9, 2, 1)])  # up to 20 branches: more than at once
+@pytest.mark.parametrize("with_kernels", [False, True])
+@torch.no_grad()
+def test_branches_draft_as_if_alone(
+    variant: str, widths: tuple[int, ...], with_kernels: bool, kernels: Kernels
+) -> None:
+    heads, draw = heads_with(variant, kernels if with_kernels else None), random.Random(0)
+    state, length = heads.new_state(1), 3
+    features, text = features_of(heads, length, 0), torch.randint(V, (1, length))
+    heads.ingest(state, features, text)
+    for _ in range(2):  # again behind an anchor that takes the place of the drafts
+        branches: object = state
+        found, paths = heads.draft(state, 1, text[:, -1]), [[]]
+        rows: list[tuple[list[int], Tensor]] = [([], found[0])]
+        for k, width in enumerate(widths, start=2):
+            origins = [parent for parent in range(len(paths)) for _ in range(width)]
+            draw.shuffle(origins)
+            paths = [[*paths[parent], draw.randrange(V)] for parent in origins]
+            branches = heads.fork(branches, torch.tensor(origins))  # type: ignore[arg-type]
+            found = heads.draft(branches, k, torch.tensor([path[-1] for path in paths]))
+            rows += zip(paths, found, strict=True)
+        for path, logits in rows:
+            use_kernels(heads, None)
+            torch.testing.assert_close(logits, alone(heads, features, text, path)[-1], atol=1e-3, rtol=1e-3)
+        use_kernels(heads, kernels if with_kernels else None)
+        features = torch.cat([features, features_of(heads, 2, 1)], dim=1)
+        text = torch.cat([text, torch.randint(V, (1, 2))], dim=1)
+        heads.ingest(state, features[:, -2:], text[:, -2:])
+
+
+@torch.no_grad()
+def test_a_fork_goes_on_from_a_chain(kernels: Kernels) -> None:
+    heads = heads_with("recurrent", kernels)
+    features, text, state = features_of(heads, 3, 0), torch.tensor([[1, 2, 3]]), heads.new_state(1)
+    heads.ingest(state, features, text)
+    for k, token in enumerate((3, 4), start=1):
+        heads.draft(state, k, torch.tensor([token]))
+    found = heads.draft(heads.fork(state, torch.tensor([0, 0])), 3, torch.tensor([5, 6]))
+    for row, token in enumerate((5, 6)):
+        torch.testing.assert_close(found[row], alone(heads, features, text, [4, token])[-1], atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_a_branch_that_saw_its_sibling_would_be_noticed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: with a mask that hides nothing, drafts differ."""
+    heads = heads_with("recurrent", kernels)
+    features, text, state = features_of(heads, 3, 0), torch.tensor([[1, 2, 3]]), heads.new_state(1)
+    heads.ingest(state, features, text)
+    heads.draft(state, 1, text[:, -1])
+    rows = heads._rows  # type: ignore[operator]
+    monkeypatch.setattr(heads, "_rows", lambda *given: rows(*given[:-1], torch.ones_like(given[-1])))
+    found = heads.draft(heads.fork(state, torch.tensor([0, 0])), 2, torch.tensor([5, 6]))
+    assert float((found[0] - alone(heads, features, text, [5])[-1]).abs().max()) > 1e-2
