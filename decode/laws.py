@@ -25,7 +25,8 @@ class Laws:
     def __init__(self, request: Request, processors: TextProcessors | None, draft_ids: Tensor | None) -> None:
         self._request, self._drafting = request, request.drafting
         self._processors = processors if processors is not None and processors.active else None
-        self._draft_ids = draft_ids
+        self.draft_ids = draft_ids
+        """[Vd] what the drafter can propose; None is everything."""
         self.look_at_text = self._processors is not None
         """Whether a processor will see what was drafted."""
 
@@ -58,16 +59,21 @@ class Laws:
         self, logits: Tensor, vocab_size: int, committed: Tensor, suffixes: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """q [R, V] of the drafter's logits [R, Vd], zero where it can propose nothing; and which rows are a law [R]."""
-        if self._draft_ids is not None:
-            spread = logits.new_full((logits.shape[0], vocab_size), -math.inf)
-            logits = spread.index_copy_(1, self._draft_ids, logits)
         if self._processors is not None:
-            logits = self._process(logits, committed, suffixes)
+            logits = self._process(self._spread(logits, vocab_size, -math.inf), committed, suffixes)
         q = to_probs(logits, self._drafting)
         usable = finite_rows(logits) & ~q[:, 0].isnan()
+        if self._processors is None:  # to spread the law is cheaper than a law of what was spread
+            q = self._spread(q, vocab_size, 0.0)
         if q.device.type != "cpu" or not bool(usable.all()):
             q.masked_fill_(~usable[:, None], 0.0)
         return q, usable
+
+    def _spread(self, values: Tensor, vocab_size: int, absent: float) -> Tensor:
+        """Values [R, Vd] of what can be proposed as [R, V]."""
+        if self.draft_ids is None:
+            return values
+        return values.new_full((values.shape[0], vocab_size), absent).index_copy_(1, self.draft_ids, values)
 
     def allowed(self, drafts: Sequence[int], committed: Tensor, vocab_size: int) -> list[int]:
         """`drafts` that nobody drew, up to the first that the processors forbid.

@@ -160,19 +160,31 @@ def _grow_dynamic(grower: _Grower, nodes: int, count: int) -> Tree:
     frontier, origins = [0], [0]
     for level in range(1, count + 1):
         children: list[tuple[float, int, int]] = []
-        for index, (parent, law) in enumerate(zip(frontier, grower.laws_of(level, frontier, origins), strict=True)):
-            if law is None:
-                continue
-            top = law.topk(min(width, law.shape[0]))
-            for prob, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                if prob > 0:
-                    row = grower.add(parent, token)
-                    score[row] = score[parent] * prob
-                    children.append((-score[row], row, index))
-        best = sorted(children)[:width]
+        laws = grower.laws_of(level, frontier, origins)
+        for index, (parent, likeliest) in enumerate(zip(frontier, _likeliest(laws, width, grower), strict=True)):
+            for prob, token in likeliest:
+                row = grower.add(parent, token)
+                score[row] = score[parent] * prob
+                children.append((-score[row], row, index))
+        # A child is no likelier than its parent: below the least likely node of a full tree, none would be kept.
+        least = sorted(score.values(), reverse=True)[: nodes + 1][-1] if len(score) > nodes else 0.0
+        best = [child for child in sorted(children)[:width] if -child[0] > least]
         frontier, origins = [row for _, row, _ in best], [index for _, _, index in best]
         if not frontier:
             break
     # A parent's product is never below its child's, and its row is smaller: it is kept whenever the child is.
     keep = sorted(score.keys() - {0}, key=lambda row: (-score[row], row))[:nodes]
     return grower.finish("top_k", keep)
+
+
+def _likeliest(laws: Sequence[Tensor | None], width: int, grower: _Grower) -> list[list[tuple[float, int]]]:
+    """The `width` most probable tokens of each law, with their probabilities; none of probability 0."""
+    known, ids = [law for law in laws if law is not None], grower.given.laws.draft_ids
+    if not known:
+        return [[] for _ in laws]
+    table = torch.stack(known)
+    table = table if ids is None else table[:, ids]
+    top = table.topk(min(width, table.shape[1]))
+    tokens: list[list[int]] = (top.indices if ids is None else ids[top.indices]).tolist()
+    found = iter([list(zip(*pair, strict=True)) for pair in zip(top.values.tolist(), tokens, strict=True)])
+    return [[] if law is None else [pair for pair in next(found) if pair[0] > 0] for law in laws]

@@ -26,8 +26,8 @@ _FIRST_CAPACITY = 128  # positions
 class RollbackLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one decoder layer; `length` positions of the buffers count.
 
-    `update` may overwrite what an earlier call returned beyond `length`, which is safe because attention reads it at
-    once. Calls must not record gradients.
+    `keys` and `values` are what the latest `update` returned, for attention to read at once: a later call may overwrite
+    it. Calls must not record gradients.
     """
 
     is_sliding = False
@@ -42,14 +42,15 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
         keys, values = self._room(end, key_states, value_states)
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
-        self._show(end)
+        self.length = end
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
     def extend(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Both buffers [B, heads, capacity, head size], in which `count` places more count as held: the caller writes
         them. like [B, heads, any, head size]: what the first buffers are to be like."""
         buffers = self._room(self.length + count, like, like)
-        self._show(self.length + count)
+        self.length += count
         return buffers
 
     def _room(self, end: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,15 +66,9 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         return self._buffers
 
-    def _show(self, length: int) -> None:
-        self.length = length
-        if self._buffers is not None:
-            self.keys = self._buffers[0][:, :, :length]
-            self.values = self._buffers[1][:, :, :length]
-
     def rollback(self, length: int) -> None:
         """Keep the first `length` positions. Layers that share another layer's keys stay empty, hence the minimum."""
-        self._show(min(length, self.length))
+        self.length = min(length, self.length)
 
     def keep(self, length: int, positions: Tensor) -> None:
         """Keep the first `length` positions and, behind them, those at `positions` [n], which rise."""
@@ -81,13 +76,13 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
             return
         for buffer in self._buffers:  # indexing copies before it writes, so the ranges may overlap
             buffer[:, :, length : length + len(positions)] = buffer[:, :, positions]
-        self._show(length + len(positions))
+        self.length = length + len(positions)
 
     def get_seq_length(self, *_: Any) -> int:
         return self.length
 
     def reset(self) -> None:
-        self._show(0)
+        self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         # Only FrozenBase uses these layers, and it rolls back by length: the meaning of this argument changed between
@@ -137,7 +132,6 @@ class BaseCache:
             if layer._buffers is not None:
                 keys, values = layer._buffers
                 layer._buffers = (keys.index_select(0, rows), values.index_select(0, rows))
-                layer._show(layer.length)
 
 
 def new_cache(config: Any, base_name: str) -> BaseCache:
