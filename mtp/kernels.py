@@ -7,8 +7,10 @@ matrices in float32 or bfloat16, dense, on a CPU, without gradient. Refuses to k
 Shapes: n rows, D inputs, V outputs.
 """
 
+import contextlib
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -149,13 +151,38 @@ def _fastest(product: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, matric
 
 def load(folder: Path) -> Kernels:
     """The kernels kept in `folder`, compiled if they are not there; a damaged file is compiled anew. NoKernels where
-    that fails."""
+    that fails. For which rows they are faster is measured once for this number of threads, and kept beside them."""
     library = build(folder)
     try:
-        return Kernels(library)
+        kernels = Kernels(library, frozenset())
     except NoKernels:
         library.unlink(missing_ok=True)
-        return Kernels(build(folder))
+        kernels = Kernels(build(folder), frozenset())
+    kept = library.with_name(f"{library.stem}-{torch.get_num_threads()}-threads.json")
+    rows = _read_rows(kept)
+    if rows is None:
+        rows = faster_rows(kernels)
+        _write_rows(kept, rows)
+    kernels.rows = rows
+    return kernels
+
+
+def _read_rows(path: Path) -> frozenset[int] | None:
+    """None where there is nothing that `_write_rows` could have written."""
+    try:
+        rows = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    sound = isinstance(rows, list) and all(row in range(1, MOST_ROWS + 1) for row in rows)
+    return frozenset(rows) if sound else None
+
+
+def _write_rows(path: Path, rows: frozenset[int]) -> None:
+    """Whole or not at all; without it, the next start measures again."""
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        part = Path(scratch) / path.name
+        part.write_text(json.dumps(sorted(rows)), "utf-8")
+        os.replace(part, path)  # noqa: PTH105
 
 
 def build(folder: Path) -> Path:

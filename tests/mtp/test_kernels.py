@@ -162,6 +162,26 @@ def test_a_damaged_library_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.
     assert len((tmp_path / name).read_bytes()) > 1000
 
 
+@pytest.mark.parametrize("kept", [None, "", "[1, 99]", '{"a": 1}', "[true, [2]]"])
+def test_what_pays_is_measured_once(kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each number of threads; what is kept and makes no sense is measured anew."""
+    library, measured = build(tmp_path), []
+
+    def measure(_: Kernels) -> frozenset[int]:
+        measured.append(torch.get_num_threads())
+        return frozenset({1, 5})
+
+    monkeypatch.setattr(module, "faster_rows", measure)
+    if kept is not None:
+        (tmp_path / f"{library.stem}-{torch.get_num_threads()}-threads.json").write_text(kept)
+    for _ in range(3):
+        assert load(tmp_path).rows == {1, 5}
+    assert len(measured) == 1
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 77)
+    load(tmp_path)
+    assert len(measured) == 2
+
+
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NoKernels, match="no C compiler was found"):
