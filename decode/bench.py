@@ -41,9 +41,11 @@ def bench(
     against: Sequence[str] = DEFAULT_RIVALS,
     on_prompt: Callable[[], None] = lambda: None,
     categories: Sequence[str | None] | None = None,
+    context: int = CONTEXT,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
-    one for each prompt, the acceptance length is told for each of them too, and as their mean.
+    one for each prompt, the acceptance length is told for each of them too, and as their mean. Parts of a step are
+    measured alone behind `context` places of text, fewer where the base has no room for them.
 
     Keys of the report, besides where and with which settings it was measured:
         results: of each side, mtp first: `name`, `tokens`, `wall_seconds`, `tok_per_s` (tokens over seconds, prefill
@@ -65,6 +67,7 @@ def bench(
 
     Raises UserError on settings that cannot be met, before anything is timed.
     """
+    check_context(context)
     sides = _sides(decoder, request, against)
     encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
@@ -73,7 +76,7 @@ def bench(
     take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
     ours = sides[0].stats
     assert ours is not None
-    costs = _measure_costs(decoder, request, encoded, ours.draft_length)
+    costs = _measure_costs(decoder, request, encoded, ours.draft_length, context)
     return {
         **_report(decoder.base, request, sides, heads_name),
         **_cost_report(costs, sides, request.draft_length == "auto"),
@@ -98,6 +101,12 @@ def check_rivals(against: Sequence[str]) -> None:
         raise UserError(f"--against has {unknown[0]!r}; use any of {','.join(RIVALS)}.")
 
 
+def check_context(context: int) -> None:
+    """UserError for a text without tokens."""
+    if context < 1:
+        raise UserError(f"--context is {context}; use a number of tokens, at least 1.")
+
+
 def _engine_runner(decoder: Decoder, request: Request) -> Runner:
     def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
         fewest = min(request.min_new_tokens, max_new_tokens)
@@ -109,11 +118,13 @@ def _engine_runner(decoder: Decoder, request: Request) -> Runner:
     return run
 
 
-def _measure_costs(decoder: Decoder, request: Request, encoded: Sequence[list[int]], drafts: int) -> Costs:
+def _measure_costs(
+    decoder: Decoder, request: Request, encoded: Sequence[list[int]], drafts: int, context: int
+) -> Costs:
     """Behind text of the prompts, again and again, and with all drafts that a step may have."""
     base = decoder.base
     rows = max(1, min(max(LEAST_ROWS, drafts + 1), base.context_length - 1))
-    past = max(1, min(CONTEXT, base.context_length - rows))
+    past = max(1, min(context, base.context_length - rows))
     tokens = list(islice(cycle(chain.from_iterable(encoded)), past + rows))
     text = torch.tensor(tokens, device=base.device)
     steady = replace(request, draft_min_confidence=0.0, draft_max_entropy=None, draft_min_prob=0.0)

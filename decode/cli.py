@@ -16,9 +16,10 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from decode import lab
-from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_rivals, describe, settings_report
+from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals, describe, settings_report
 from decode.bench_picture import check_plot, draw
 from decode.check import NUM_FINDINGS, check
+from decode.costs import CONTEXT
 from decode.decoder import Decoder, Result, Stream
 from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
@@ -85,6 +86,8 @@ def build_parser() -> ArgumentParser:
     benchmark.add_argument("--per-category", type=int | None, help="only the first prompts of each `category`")
     against = ",".join(DEFAULT_RIVALS)
     benchmark.add_argument("--against", default=against, help="comma-separated, from: " + ", ".join(RIVALS))
+    told = "tokens of text behind which a forward over 1, 2, … rows is measured"
+    benchmark.add_argument("--context", type=int, default=CONTEXT, help=told)
     benchmark.add_argument("--plot", type=Path | None, help="draw the speed-up over K here (.png)")
     add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
@@ -182,6 +185,7 @@ def run_bench(options: Namespace) -> None:
         raise UserError("--heads is missing; name the folder of heads to measure.")
     against = [name for name in options.against.split(",") if name]
     check_rivals(against)
+    check_context(options.context)
     request = read_request(options, seed=options.seed or 0)
     if options.prompts is None:
         raise UserError("prompts are missing; use --prompts FILE.")
@@ -191,7 +195,7 @@ def run_bench(options: Namespace) -> None:
     prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
     decoder = _decoder(options)
     with tracked(len(prompts), "prompts") as advance:
-        report = bench(decoder, prompts, request, options.heads, against, advance, categories)
+        report = bench(decoder, prompts, request, options.heads, against, advance, categories, options.context)
     show_bench(report, to_stderr=options.json)
     if options.json:
         _print_json(report)

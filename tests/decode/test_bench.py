@@ -345,3 +345,10 @@ def test_a_full_disk_takes_no_numbers_along(
     assert f"--plot {path} cannot be written (No space left on device)" in captured.err
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_costs_behind_another_context(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = document(folder, capsys, "--against", "", "--context", 37)
+    assert report["costs"]["context"] == 37
+    assert main(["bench", "--heads", str(folder), "--prompts", "x", "--context", "0"]) == 2
+    assert "--context is 0; use a number of tokens, at least 1" in capsys.readouterr().err
