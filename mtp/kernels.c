@@ -17,6 +17,7 @@
 #endif
 #define ROWS 8   /* that share what is read of a matrix */
 #define NEAR 4096 /* numbers that stay in the nearest cache while matrices stream through it */
+#define BLOCK 128 /* rows of a matrix that stay in a cache while rows of x pass */
 #define CHUNK 64 /* places whose scores are normalised together; a multiple of WIDTH */
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
@@ -105,13 +106,34 @@ static void few_rows(int n, const float *x, const void *w, int half, long begin,
     switch (n) { EACH(1) EACH(2) EACH(3) EACH(4) EACH(5) EACH(6) EACH(7) EACH(8) }
 }
 
+/* More rows than ROWS, which keep the processor busy longer than memory: four by four, so that all sums stay in
+   registers, and a block of the matrix at a time, which then stays in a cache for all rows. */
+static void many_rows(int n, const float *x, const void *w, int half, long begin, long end, long d, float *out,
+                      long stride)
+{
+    for (long block = begin; block < end; block += BLOCK) {
+        long last = block + BLOCK < end ? block + BLOCK : end, apart = (last - block) / 4;
+        for (int r = 0; r < n; r += 4) {
+            const float *some = x + r * d;
+            float *to = out + r * stride;
+            if (n - r < 4) few_rows(n - r, some, w, half, block, last, d, d, to, stride);
+            else if (half) {
+                for (long v = block; v < block + apart; v++) dots(4, 4, 0, 1, some, w, v, apart, d, d, to, stride);
+                few_rows(4, some, w, 1, block + 4 * apart, last, d, d, to, stride);
+            } else {
+                for (long v = block; v < block + apart; v++) dots(4, 4, 0, 0, some, w, v, apart, d, d, to, stride);
+                few_rows(4, some, w, 0, block + 4 * apart, last, d, d, to, stride);
+            }
+        }
+    }
+}
+
 /* This thread's share of out [n, outputs] = x [n, inputs] times the matrix transposed, plus its bias. */
 static void part_of_product(const struct matrix *m, int n, const float *x, float *out, int thread, int threads)
 {
-    long begin = m->outputs * thread / threads, end = m->outputs * (thread + 1) / threads;
-    for (int r = 0; r < n; r += ROWS)
-        few_rows(n - r < ROWS ? n - r : ROWS, x + r * m->inputs, m->weights, m->half, begin, end, m->inputs, m->inputs,
-                 out + r * m->outputs, m->outputs);
+    long begin = m->outputs * thread / threads, end = m->outputs * (thread + 1) / threads, d = m->inputs;
+    if (n <= ROWS) few_rows(n, x, m->weights, m->half, begin, end, d, d, out, m->outputs);
+    else many_rows(n, x, m->weights, m->half, begin, end, d, out, m->outputs);
     if (m->bias)
         for (int r = 0; r < n; r++) for (long v = begin; v < end; v++) out[r * m->outputs + v] += m->bias[v];
 }

@@ -31,7 +31,7 @@ def rough(*shape: int) -> Tensor:
 @given(
     rows=st.integers(1, MOST_ROWS),
     inputs=st.integers(1, 70) | st.just(1100),  # more than stays in the nearest cache
-    outputs=st.integers(1, 40),
+    outputs=st.integers(1, 40) | st.just(300),
     threads=st.integers(1, 3),
     half=st.booleans(),
 )
@@ -141,7 +141,7 @@ def test_only_rows_that_profit(kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(Kernels, "product", ours)
     monkeypatch.setattr(F, "linear", torchs)
-    assert faster_rows(kernels) == {2, 4, 6, 8, 10, 12, 14, 16}
+    assert faster_rows(kernels) == {2, 4, 6} | set(range(8, MOST_ROWS + 1))
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
