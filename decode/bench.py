@@ -193,7 +193,7 @@ def describe(base: FrozenBase, heads_name: str | None) -> dict[str, Any]:
         "heads": heads_name,
         "device": str(base.device),
         "hardware": torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else "cpu",
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": str(base.dtype).removeprefix("torch.") + (f", {base.quantised} weights" if base.quantised else ""),
         "threads": torch.get_num_threads(),
         "versions": _versions(),
     }

@@ -114,6 +114,7 @@ def _add_models(parser: ArgumentParser) -> None:
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
     add("--dtype", type=str, default="auto", help="auto, float32, bfloat16 or float16")
     add("--compile", type=str, default="auto", help="compiled kernels for steps on a CPU: auto, on or off")
+    add("--quantise", type=str | None, help="int8: round the base's weights, which is then another p (needs torchao)")
     add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
 
 
@@ -254,6 +255,7 @@ def _decoder(options: Namespace) -> Decoder:
         revision=options.revision,
         device=options.device,
         dtype=options.dtype,
+        quantise=options.quantise,
         trust_remote_code=options.trust_remote_code,
         compile=options.compile,
         on_progress=lambda text: print(text, file=sys.stderr),

@@ -171,5 +171,12 @@ def _wait(device: torch.device) -> None:
 
 def weight_bytes(base: FrozenBase) -> int:
     """Bytes of the decoder layers and the output matrix: what a forward over a row of a dense base reads."""
-    weights = [*base.layers.parameters(), base.output_matrix]
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(map(_bytes, [*base.layers.parameters(), base.output_matrix]))
+
+
+def _bytes(weight: Tensor) -> int:
+    """A quantised matrix consists of several tensors."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return weight.nbytes
+    parts: list[str] = weight.__tensor_flatten__()[0]
+    return sum(_bytes(getattr(weight, part)) for part in parts)

@@ -33,6 +33,8 @@ from mtp.heads import Heads
 from mtp.hub import find_heads, load_heads
 from mtp.keyed import KeyedSource
 from mtp.processors import TextProcessors
+from mtp.quantise import check_quantise
+from mtp.quantise import quantise as quantise_base
 from mtp.sampling import RandomSource
 
 
@@ -123,19 +125,22 @@ class Decoder:
         dtype: str = "auto",
         trust_remote_code: bool = False,
         compile: Compile = "auto",
+        quantise: str | None = None,
         home: Path | None = None,
         on_progress: Callable[[str], None] = _silent,
     ) -> "Decoder":
         """Load heads from a folder, or by name those that come with the package, and the base that their config names
         unless `base` names another copy of it.
 
-        `heads` None decodes plainly and needs `base`. `compile` is for speed: see `decode.speed`. `home` is where
+        `heads` None decodes plainly and needs `base`. `compile` is for speed: see `decode.speed`. `quantise` rounds the
+        weights of the base, which is another p then: see `mtp.quantise`. `home` is where
         embedded bases and compiled kernels are kept (default: MTP_HOME, or the user's cache); `on_progress` hears what
         is fetched. Raises UserError when either cannot be loaded or they do not belong together.
         """
         if heads is None and base is None:
             raise UserError("neither --heads nor --base is given; name at least one of them.")
         check_compile(compile)
+        check_quantise(quantise)
         loaded = None if heads is None else load_heads(find_heads(heads))
         if loaded is not None and base is None:
             base, revision = loaded.config.base.name, revision or loaded.config.base.revision
@@ -154,6 +159,8 @@ class Decoder:
             check_pair(frozen, loaded)
             loaded.to(device=frozen.device, dtype=frozen.dtype).eval()
             loaded.bind(frozen.embedding, frozen.output_matrix)
+        if quantise is not None:  # only now, as heads recognise their base by its weights
+            quantise_base(frozen, quantise)
         speed_up(frozen, loaded, compile, home, on_progress)
         return cls(frozen, loaded)
 

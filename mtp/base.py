@@ -61,6 +61,8 @@ class FrozenBase:
         self._check_sizes()
         self._tree_fault: str | None = _UNKNOWN
         self._packing_fault: str | None = _UNKNOWN
+        self.quantised: str | None = None  # how its weights were rounded
+        self._loaded_fingerprint: str | None = None
         self.kernels: Kernels | None = None  # for the logits of a few rows
         self.steps: Steps | None = None  # what runs over a few rows of one text; None is the model itself
         self.final_norm = probe(model, self._inner, self.logits, name)
@@ -305,8 +307,13 @@ class FrozenBase:
     # ---- identity ----------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Cheap hash by which heads recognise their base; see `mtp.fingerprint.model_fingerprint`."""
-        return model_fingerprint(self.model, self.vocab_size)
+        """Cheap hash by which heads recognise their base; see `mtp.fingerprint.model_fingerprint`. Of a quantised base
+        it is that of the weights it was made of."""
+        return self._loaded_fingerprint or model_fingerprint(self.model, self.vocab_size)
+
+    def mark_quantised(self, kind: str) -> None:
+        """Note that the weights are about to be rounded; see `mtp.quantise`."""
+        self._loaded_fingerprint, self.quantised = self.fingerprint(), kind
 
     def tokenizer_fingerprint(self) -> str:
         """Hash of vocabulary, special tokens and chat template; see `mtp.fingerprint.tokenizer_fingerprint`."""

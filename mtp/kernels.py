@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 SOURCE = Path(__file__).with_name("kernels.c")
 MOST_ROWS = 16
@@ -82,7 +82,7 @@ class Kernels:
             and hidden.dtype == torch.float32
             and matrix.dtype in (torch.float32, torch.bfloat16)
             and matrix.device.type == "cpu"
-            and matrix.is_contiguous()
+            and plain(matrix)
             and not _recorded(hidden, matrix)
         )
 
@@ -117,9 +117,15 @@ class Kernels:
                     raise NoKernels(f"a product of {rows} rows comes out wrong")
 
 
+def plain(weights: Tensor) -> bool:
+    """Whether the numbers lie in memory one after another: not those of a quantised matrix, which is of a type of its
+    own, nor of a transposed one."""
+    return type(weights) in (Tensor, nn.Parameter) and weights.is_contiguous()
+
+
 def compact(weights: Tensor) -> Tensor | None:
     """The same numbers in bfloat16, to be read in half the time; None where that is not exact."""
-    if weights.device.type != "cpu" or weights.dtype != torch.float32:
+    if weights.device.type != "cpu" or weights.dtype != torch.float32 or not plain(weights):
         return None
     half = weights.detach().bfloat16()
     return half if bool((half == weights).all()) else None

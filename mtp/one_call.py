@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp.heads.blocks import Attention, Mlp, Turn
-from mtp.kernels import Kernels, Matrix
+from mtp.kernels import Kernels, Matrix, plain
 from mtp.layers import Linear
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -123,7 +123,7 @@ def fits(block: Parts) -> bool:
     shape = block.attention.shape
     llama = shape.norm == "rms" and shape.gated and shape.activation == "silu" and not shape.parallel_residual
     weights = [weight for part in (block.attention, block.mlp, block.mlp_norm) for weight in part.parameters()]
-    return llama and all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
+    return llama and all(w.dtype == torch.float32 and w.device.type == "cpu" and plain(w) for w in weights)
 
 
 def _layer(block: Parts) -> _Layer:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtp.kernels import Kernels
+from mtp.kernels import Kernels, plain
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere; Falcon-H1
 _DIVISORS = ("logits_scaling",)  # Granite
@@ -36,7 +36,7 @@ def project(hidden: Tensor, matrix: Tensor, bias: Tensor | None, kernels: Kernel
         return product if bias is None else product + bias
     rows = hidden.numel() // hidden.shape[-1]
     few = matrix.device.type == "cpu" and matrix.dtype == torch.float32 and 1 < rows <= _FEW_ROWS
-    if not (few and exchange_pays(torch.get_num_threads())):
+    if not (few and plain(matrix) and exchange_pays(torch.get_num_threads())):
         return F.linear(hidden, matrix, bias)
     product = exchanged(hidden.reshape(rows, -1), matrix).view(*hidden.shape[:-1], -1)
     return product if bias is None else product + bias
