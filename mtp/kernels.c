@@ -19,6 +19,7 @@
 #define NEAR 4096 /* numbers that stay in the nearest cache while matrices stream through it */
 #define BLOCK 128 /* rows of a matrix that stay in a cache while rows of x pass */
 #define CHUNK 64 /* places whose scores are normalised together; a multiple of WIDTH */
+#define WIDE (WIDTH > 8 ? 4 : 2) /* streams when many sums are wanted: fewer where there are half as many registers */
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
 
@@ -96,8 +97,8 @@ INLINE void dots(const int n, const int m, const int fetch, const int half, cons
     for (; v < begin + apart; v++) dots(N, M, FETCH, HALF, x, w, v, apart, d, w_stride, out, stride); \
     for (v = begin + M * apart; v < end; v++) dots(N, 1, 0, HALF, x, w, v, 0, d, w_stride, out, stride); }
 #define EACH(N) case N: \
-    if (half) { STREAMS(N, 2, 1, 1) } else if (N > 5) { STREAMS(N, 4, 1, 0) } \
-    else if (N * d > NEAR) { STREAMS(N, 4, 0, 0) } else { STREAMS(N, 2, 0, 0) } \
+    if (half) { STREAMS(N, 2, 1, 1) } else if (N > 5) { STREAMS(N, WIDE, 1, 0) } \
+    else if (N * d > NEAR) { STREAMS(N, WIDE, 0, 0) } else { STREAMS(N, 2, 0, 0) } \
     break;
 
 static void few_rows(int n, const float *x, const void *w, int half, long begin, long end, long d, long w_stride,
@@ -112,17 +113,17 @@ static void many_rows(int n, const float *x, const void *w, int half, long begin
                       long stride)
 {
     for (long block = begin; block < end; block += BLOCK) {
-        long last = block + BLOCK < end ? block + BLOCK : end, apart = (last - block) / 4;
+        long last = block + BLOCK < end ? block + BLOCK : end, apart = (last - block) / WIDE;
         for (int r = 0; r < n; r += 4) {
             const float *some = x + r * d;
             float *to = out + r * stride;
             if (n - r < 4) few_rows(n - r, some, w, half, block, last, d, d, to, stride);
             else if (half) {
-                for (long v = block; v < block + apart; v++) dots(4, 4, 0, 1, some, w, v, apart, d, d, to, stride);
-                few_rows(4, some, w, 1, block + 4 * apart, last, d, d, to, stride);
+                for (long v = block; v < block + apart; v++) dots(4, WIDE, 0, 1, some, w, v, apart, d, d, to, stride);
+                few_rows(4, some, w, 1, block + WIDE * apart, last, d, d, to, stride);
             } else {
-                for (long v = block; v < block + apart; v++) dots(4, 4, 0, 0, some, w, v, apart, d, d, to, stride);
-                few_rows(4, some, w, 0, block + 4 * apart, last, d, d, to, stride);
+                for (long v = block; v < block + apart; v++) dots(4, WIDE, 0, 0, some, w, v, apart, d, d, to, stride);
+                few_rows(4, some, w, 0, block + WIDE * apart, last, d, d, to, stride);
             }
         }
     }

@@ -28,9 +28,9 @@ def load(folder: Path, home: Path, mode: str, said: list[str]) -> Decoder:
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}, {"tree": "2,1"}])
-def test_the_text_stays(trained: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+def test_the_text_stays(trained: Path, compiled_home: Path, settings: dict[str, object]) -> None:
     said: list[str] = []
-    plain, fast = (load(trained, tmp_path, mode, said) for mode in ("off", "on"))
+    plain, fast = (load(trained, compiled_home, mode, said) for mode in ("off", "on"))
     assert plain.base.steps is None
     assert fast.base.steps is not None
     assert fast.base.kernels is not None
@@ -59,27 +59,27 @@ def test_without_a_compiler_one_sentence_and_torch(
     assert len(said) == 1
 
 
-def test_a_base_that_cannot_be_read_keeps_the_kernels(tmp_path: Path) -> None:
+def test_a_base_that_cannot_be_read_keeps_the_kernels(tmp_path: Path, compiled_home: Path) -> None:
     said: list[str] = []
     base = tiny_base("gemma3", tmp_path)
-    speed_up(base, None, "auto", tmp_path, said.append)
+    speed_up(base, None, "auto", compiled_home, said.append)
     assert len(said) == 1
     assert "run in transformers" in said[0]
     assert base.steps is None
     assert base.kernels is not None
     with pytest.raises(UserError, match="--compile is on, but steps of base"):
-        speed_up(base, None, "on", tmp_path, said.append)
+        speed_up(base, None, "on", compiled_home, said.append)
 
 
-def test_half_precision_is_left_alone(tmp_path: Path) -> None:
+def test_half_precision_is_left_alone(tmp_path: Path, compiled_home: Path) -> None:
     said: list[str] = []
     base = tiny_base("llama", tmp_path)
     base.model.bfloat16()
-    speed_up(base, None, "auto", tmp_path, said.append)
+    speed_up(base, None, "auto", compiled_home, said.append)
     assert not said
     assert base.kernels is None
     with pytest.raises(UserError, match="bfloat16 on cpu"):
-        speed_up(base, None, "on", tmp_path, said.append)
+        speed_up(base, None, "on", compiled_home, said.append)
 
 
 def test_another_word_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

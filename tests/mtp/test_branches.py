@@ -7,16 +7,11 @@ import torch
 from torch import Tensor
 
 from mtp.heads import Heads
-from mtp.kernels import MOST_ROWS, Kernels, build
+from mtp.kernels import Kernels
 from mtp.layers import use_kernels
 from tests.mtp.heads_toys import VARIANTS, V, toy_heads
 
 LENGTH = 4  # draft positions
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(build(tmp_path_factory.mktemp("kernels")), frozenset(range(1, MOST_ROWS + 1)))
 
 
 def heads_with(variant: str, kernels: Kernels | None) -> Heads:

@@ -1,5 +1,6 @@
 """Kernels compute what torch computes, each row alike in any company; what goes wrong with compiling is told."""
 
+import platform
 import stat
 from pathlib import Path
 
@@ -16,11 +17,17 @@ from mtp.layers import Linear, RMSNorm, use_kernels
 from mtp.output import project
 
 ALL = frozenset(range(1, MOST_ROWS + 1))
+# Vectors of sixteen, eight and four numbers, as far as this machine has them.
+PROCESSORS = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(build(tmp_path_factory.mktemp("kernels")), ALL)
+@pytest.fixture(scope="module", params=PROCESSORS)
+def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    if request.param == "native":
+        return request.getfixturevalue("kernels")  # type: ignore[no-any-return]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FLAGS", [flag.replace("native", request.param) for flag in module._FLAGS])
+        return Kernels(build(tmp_path_factory.mktemp("kernels")), ALL)
 
 
 def rough(*shape: int) -> Tensor:
@@ -36,14 +43,14 @@ def rough(*shape: int) -> Tensor:
     half=st.booleans(),
 )
 def test_a_product_is_torchs_and_a_row_is_the_same_in_any_company(
-    kernels: Kernels, rows: int, inputs: int, outputs: int, threads: int, half: bool
+    any_kernels: Kernels, rows: int, inputs: int, outputs: int, threads: int, half: bool
 ) -> None:
     x, w, before = rough(rows, inputs), rough(outputs, inputs), torch.get_num_threads()
     w = w.bfloat16() if half else w
     torch.set_num_threads(threads)
     try:
-        found = kernels.product(x, w)
-        alone = torch.cat([kernels.product(row[None], w) for row in x])
+        found = any_kernels.product(x, w)
+        alone = torch.cat([any_kernels.product(row[None], w) for row in x])
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found, F.linear(x, w.float()), atol=1e-4, rtol=1e-5)
@@ -144,9 +151,16 @@ def test_only_rows_that_profit(kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     assert faster_rows(kernels) == {2, 4, 6} | set(range(8, MOST_ROWS + 1))
 
 
+@pytest.fixture
+def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without care for speed, which takes a tenth of the time."""
+    monkeypatch.setattr(module, "_FLAGS", ("-O0", "-fopenmp", "-fPIC", "-shared"))
+
+
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("hastily")
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = build(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [library.name]
@@ -154,6 +168,7 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(tmp_path) == library
 
 
+@pytest.mark.usefixtures("hastily")
 def test_a_damaged_library_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "faster_rows", lambda _: ALL)
     name = build(tmp_path / "other").name
@@ -162,6 +177,7 @@ def test_a_damaged_library_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.
     assert len((tmp_path / name).read_bytes()) > 1000
 
 
+@pytest.mark.usefixtures("hastily")
 @pytest.mark.parametrize("kept", [None, "", "[1, 99]", '{"a": 1}', "[true, [2]]"])
 def test_what_pays_is_measured_once(kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each number of threads; what is kept and makes no sense is measured anew."""
@@ -205,6 +221,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         load(tmp_path / "file" / "kernels")
 
 
+@pytest.mark.usefixtures("hastily")
 @pytest.mark.parametrize(
     ("good", "bad"),
     [("+= row[v] * one", "+= row[v] + one"), ("void product(", "void other("), ("x + r * d + k", "x + k")],

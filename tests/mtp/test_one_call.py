@@ -8,19 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mtp import kernels as module
 from mtp.config import BlockShape
 from mtp.heads.blocks import Block, KeyValues
 from mtp.kernels import MOST_ROWS, Kernels, build
 from mtp.layers import use_kernels
 from mtp.one_call import OneCall, Past, fits
+from tests.mtp.test_kernels import ALL, PROCESSORS
 
 SIZE = 24
 SHAPE = BlockShape(intermediate_size=37, num_attention_heads=4, num_key_value_heads=2, head_dim=10)
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(build(tmp_path_factory.mktemp("kernels")), frozenset(range(1, MOST_ROWS + 1)))
+@pytest.fixture(scope="module", params=PROCESSORS)
+def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    if request.param == "native":
+        return request.getfixturevalue("kernels")  # type: ignore[no-any-return]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FLAGS", [flag.replace("native", request.param) for flag in module._FLAGS])
+        return Kernels(build(tmp_path_factory.mktemp("kernels")), ALL)
 
 
 class Reference:
@@ -79,7 +85,7 @@ def strides(shape: BlockShape) -> tuple[int, int]:
     threads=st.integers(1, 3),
 )
 def test_rows_behind_a_text(
-    kernels: Kernels,
+    any_kernels: Kernels,
     rows: int,
     length: int,
     layers: int,
@@ -98,8 +104,8 @@ def test_rows_behind_a_text(
     buffers = buffers_of(blocks, length + rows + 5, reference.caches, length)
     wanted = reference.rows(hidden[length:])
     for block in blocks:
-        use_kernels(block, kernels, compacted=half)
-    one_call, before = OneCall(kernels, blocks, SIZE), torch.get_num_threads()
+        use_kernels(block, any_kernels, compacted=half)
+    one_call, before = OneCall(any_kernels, blocks, SIZE), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         turn = blocks[0].attention.turn(torch.arange(length, length + rows)[None], torch.float32)

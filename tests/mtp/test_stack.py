@@ -9,7 +9,7 @@ import torch
 
 from mtp import last_block
 from mtp.base import FrozenBase
-from mtp.kernels import MOST_ROWS, Kernels, build
+from mtp.kernels import Kernels
 from mtp.last_block import Unreadable
 from mtp.stack import Stack
 from mtp.tree_mask import TreeMask
@@ -26,11 +26,6 @@ def tokens(seed: int, length: int) -> torch.Tensor:
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()), rtol=0)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    return Kernels(build(tmp_path_factory.mktemp("kernels")), frozenset(range(1, MOST_ROWS + 1)))
 
 
 @pytest.mark.parametrize("family", READABLE)
