@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp.base import FrozenBase
+from mtp.memory import free_memory
 from train.console import COLUMNS, load_base
-from train.cost import check_memory, estimate_memory, free_memory, matrix_peak, product_dtype
+from train.cost import check_memory, estimate_memory, matrix_peak, product_dtype
 from train.data import ChatDataModule
 from train.feature_store import FeatureStore
 from train.inspect import vocab_warning

@@ -19,12 +19,9 @@ from tests.mtp.heads_toys import BLOCK, KINDS, D, K, V, toy_heads
 from tests.tiny import tiny_base
 from train.cost import (
     Memory,
-    _available,
-    _group_limit,
     check_memory,
     count_flops,
     estimate_memory,
-    free_memory,
     matrix_peak,
 )
 
@@ -109,20 +106,6 @@ def test_where_not_even_one_row_fits_other_remedies_are_named(free: int) -> None
 
 def test_where_nobody_tells_what_is_free_nothing_is_refused() -> None:
     assert check_memory(Memory(fixed=10**15, per_token=10**9), 4, 512, None).startswith("memory: about")
-
-
-def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
-    free = free_memory(CPU)
-    assert free is None or 10**6 < free < 10**15
-    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:     700 kB\n")
-    assert _available(tmp_path / "meminfo") == 700 * 1024
-    assert _available(tmp_path / "none") is None
-    assert _group_limit(tmp_path) is None
-    for name, text in (("memory.max", "1000\n"), ("memory.current", "900\n"), ("memory.stat", "inactive_file 300\n")):
-        (tmp_path / name).write_text(text)
-    assert _group_limit(tmp_path) == 400, "what a container keeps of files is given back when it is needed"
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _group_limit(tmp_path) is None
 
 
 MEASURE = """
