@@ -106,6 +106,12 @@ class BaseTarget:
         assert self._cache is not None, "start() was not called"
         self._cache.rollback(length)
 
+    def hand_over(self) -> BaseCache:
+        """The cache, of which nothing stays here."""
+        cache, self._cache = self._cache, None
+        assert cache is not None, "start() was not called"
+        return cache
+
     def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
         assert self._cache is not None, "start() was not called"
         with self._products(tokens):
