@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decode.chain import Drafting
-from decode.costs import measure_steps
+from decode.costs import ROUNDS, measure_steps
 from decode.draft_length import CONTEXT, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, run_alone
@@ -28,7 +28,7 @@ from decode.stopping import Stopping, room
 from decode.stream import Result, Stream
 from decode.target import BaseTarget
 from decode.text import Prompt, TextStream, check_text, encode, plain_text
-from decode.together import Begin
+from decode.together import Begin, Copies
 from decode.tree_shape import TreeShape
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
@@ -53,7 +53,7 @@ class Decoder:
             check_pair(base, heads)
         self.base = base
         self.heads = heads
-        self._lengths: DraftLengths | None = None  # what `--draft-length auto` has learned
+        self._lengths: dict[int, DraftLengths] = {}  # what `--draft-length auto` has learned, by batch size
 
     @classmethod
     def from_pretrained(
@@ -154,8 +154,8 @@ class Decoder:
             request: settings for all prompts, or one for each.
             batch_size: texts that share the base's forwards; 1 decodes one after the other.
 
-        Raises UserError before the first result on what no batch can do: trees, K chosen in every step, processors
-        that keep state, and bases that cannot run over texts of different lengths.
+        Raises UserError before the first result on what no batch can do: trees, processors that keep state, and bases
+        that cannot run over texts of different lengths.
         """
         asked = list(prompts)
         if request is None or isinstance(request, Request):
@@ -165,18 +165,19 @@ class Decoder:
         if len(requests) != len(asked):
             raise UserError(f"there are {len(requests)} requests for {len(asked)} prompts; give one, or one for each.")
         check_batch(self.base, requests, batch_size)
-        if batch_size == 1:
+        size = min(batch_size, len(asked))
+        if size <= 1:
             return one_by_one(self._prepare, asked, requests)
-        return several_at_once(self.base, self._prepare, asked, requests, batch_size)
+        return several_at_once(self.base, partial(self._prepare, batch_size=size), asked, requests, size)
 
-    def _prepare(self, prompt: Prompt, request: Request) -> tuple[Begin, Stream]:
+    def _prepare(self, prompt: Prompt, request: Request, batch_size: int = 1) -> tuple[Begin, Stream]:
         """How to begin a text, and the stream of its steps if it is alone."""
         ids = encode(self.base.tokenizer, prompt, request.chat)
         self._check_ids(ids)
         request = self._with_bad_words(request)
         processors = self._processors(request, len(ids))
         stopping = self._stopping(request, len(ids))
-        engine = self._engine(request)
+        engine = self._engine(request, batch_size)
         stats = self._stats(engine, request, processors)
         begin = partial(
             engine.begin,
@@ -202,24 +203,28 @@ class Decoder:
         eos, vocab_size = self.base.eos_token_ids, self.base.vocab_size
         return TextProcessors(request, prompt_length, eos, vocab_size, self.base.device)
 
-    def _engine(self, request: Request) -> Engine:
+    def _engine(self, request: Request, batch_size: int) -> Engine:
         """One per text: its cache and the heads' state are that text's own, so that several can be decoded in turn."""
         if self.heads is None:
             return Engine(BaseTarget(self.base))
         lengths = None
         if request.draft_length == "auto":
-            lengths = self._lengths = self._lengths or DraftLengths(self._step_costs())
+            if batch_size not in self._lengths:
+                self._lengths[batch_size] = DraftLengths(self._step_costs(batch_size))
+            lengths = self._lengths[batch_size]
         return Engine(BaseTarget(self.base), HeadsDrafter(self.heads), lengths=lengths)
 
-    def _step_costs(self) -> StepCosts:
-        """What steps cost here with each K, measured in about a second."""
+    def _step_costs(self, batch_size: int = 1) -> StepCosts:
+        """What steps cost here with each K, measured in about a second; in a batch, the share of one of its texts."""
         assert self.heads is not None
         most = self.heads.config.draft_length
         tokens = torch.arange(CONTEXT + 1 + most, device=self.base.device) % self.base.vocab_size
         given = self.drafting(Request(temperature=1.0, seed=0), tokens[: CONTEXT + 1])
-        forward, draft = measure_steps(BaseTarget(self.base), given, tokens[CONTEXT + 1 :], most)
+        target = BaseTarget(self.base) if batch_size == 1 else Copies(self.base, batch_size)
+        rounds = ROUNDS if batch_size == 1 else 2  # these take long, and differ by more
+        forward, draft = measure_steps(target, given, tokens[CONTEXT + 1 :], most, rounds)
         assert draft is not None
-        return StepCosts.of_parts(forward, draft)
+        return StepCosts.of_parts([seconds / batch_size for seconds in forward], draft)
 
     def _with_bad_words(self, request: Request) -> Request:
         """The texts of --bad-words as ids, at the start of a word and inside one."""

@@ -39,11 +39,6 @@ def check_batch(base: FrozenBase, requests: Sequence[Request], batch_size: int) 
 def _check_request(base: FrozenBase, request: Request, several: str) -> None:
     if request.tree is not None:
         raise UserError(f"{several} --tree is {request.tree}, and trees are for single texts; leave one of them out.")
-    if request.draft_length == "auto":
-        raise UserError(
-            f"{several} --draft-length is auto, which knows what steps of single texts cost; name a number (0 is off), "
-            "or use --batch-size 1."
-        )
     processors = TextProcessors(request, 1, base.eos_token_ids, base.vocab_size, base.device)
     if processors.stateful:
         raise UserError(

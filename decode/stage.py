@@ -79,12 +79,6 @@ class StageLayer(RollbackLayer):
         for buffer in self._buffers or ():
             buffer[rows, :, targets] = buffer[rows, :, sources]  # copied before it is written, so these may overlap
 
-    def clear(self, faulty: Tensor) -> None:
-        """Zeros where faulty [N, R] says so of the block that was written last."""
-        rows, start = faulty.shape[0], self._stage.start
-        for buffer in self._buffers or ():
-            buffer[:rows, :, start : start + faulty.shape[1]].masked_fill_(faulty[:, None, :, None], 0.0)
-
     def move_row(self, source: int, target: int) -> None:
         for buffer in self._buffers or ():
             buffer[target] = buffer[source]
@@ -123,11 +117,6 @@ class StageCache(BaseCache):
     def advance(self, count: int) -> None:
         """The block is there; `keep_first` says what of it stays."""
         self.length += count
-
-    def clear(self, faulty: Tensor) -> None:
-        """Zeros on the stage where faulty [N, R] is true: what is not finite would spoil even what never sees it."""
-        for layer in self.layers:
-            layer.clear(faulty)
 
     def keep_first(self, counts: Sequence[int]) -> None:
         """Row i keeps the first counts[i] tokens of its block."""

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from decode.chain import Chain
 from decode.engine import Decoding, Step
@@ -143,13 +142,10 @@ def run_blocks(
     They are padded at the end, which no token of theirs sees; `StageCache.keep_first` must follow.
     """
     counts = [block.shape[1] for block in blocks]
-    tokens = pad_sequence([block[0] for block in blocks], batch_first=True)
+    tokens = _padded(blocks)
     mask = cache.prepare(counts, tokens.device)
     with fast_products(tokens, base.kernels):
         output = base.forward(tokens, cache=cache, attention_mask=mask, feature_layers=feature_layers)
-        finite = output.hidden.isfinite().all(dim=-1)
-        if not bool(finite.all()):
-            cache.clear(~finite)
         real = [row * tokens.shape[1] + place for row, count in enumerate(counts) for place in range(count)]
         hidden = output.hidden.flatten(0, 1)[torch.tensor(real, device=tokens.device)]
         logits = torch.split(base.logits(hidden), counts)
@@ -157,6 +153,49 @@ def run_blocks(
         TargetOutput(one[None], features[None, :count])
         for one, features, count in zip(logits, output.features, counts, strict=True)
     ]
+
+
+def _padded(blocks: Sequence[Tensor]) -> Tensor:
+    """Blocks [1, R_i] as [N, R], the last token of each repeated: one that the base may read here anyway. Any other
+    could give a state that is not finite, and masked ones count with weight 0, which does not help against a NaN."""
+    width = max(block.shape[1] for block in blocks)
+    rows = [torch.cat([block, block[:, -1:].expand(-1, width - block.shape[1])], dim=1) for block in blocks]
+    return torch.cat(rows)
+
+
+class Copies:
+    """`Target` that runs several copies of one text in a batch: for measuring what a forward costs there."""
+
+    def __init__(self, base: FrozenBase, count: int) -> None:
+        self.base, self.count = base, count
+        self.context_length, self.vocab_size, self.device = base.context_length, base.vocab_size, base.device
+        self.start(())
+
+    def start(self, feature_layers: tuple[int, ...]) -> None:
+        self._layers, self._reader = feature_layers, BaseTarget(self.base)
+        self._reader.start(feature_layers)
+        self._cache: StageCache | None = None
+
+    def forward(self, tokens: Tensor, num_logits: int) -> TargetOutput:
+        """The first call reads the prompt."""
+        if self._cache is None:
+            output = self._reader.forward(tokens, num_logits)
+            read, self._cache = self._reader.hand_over(), StageCache(self.base.new_cache(), self.count)
+            for _ in range(self.count):
+                self._cache.take(read)
+            return output
+        return run_blocks(self.base, self._cache, [tokens] * self.count, self._layers)[0]
+
+    def rollback(self, length: int) -> None:
+        """To the end of the prompt, wherever that is."""
+        if self._cache is not None:
+            self._cache.keep_first([0] * self.count)
+
+    def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
+        raise NotImplementedError("trees are for single texts")
+
+    def keep(self, length: int, positions: Sequence[int]) -> None:
+        raise NotImplementedError("trees are for single texts")
 
 
 # What attention that takes no such mask raises.
