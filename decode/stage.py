@@ -134,6 +134,16 @@ class StageCache(BaseCache):
                     layer.move(places)
         self._set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
+    def give(self, row: int, empty: BaseCache) -> BaseCache:
+        """The text of a row, copied into an empty cache of the base."""
+        length = self.lengths[row]
+        for layer, other in zip(self.layers, empty.layers, strict=True):
+            if layer._buffers is not None:
+                keys, values = (buffer[row : row + 1, :, :length] for buffer in layer._buffers)
+                other.update(keys, values)
+        empty.advance(length)
+        return empty
+
     def drop(self, row: int) -> None:
         """Forget a text; the last row takes its place."""
         last = len(self.lengths) - 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decode.chain import Chain
-from decode.engine import Decoding, Step
+from decode.engine import Decoding, Step, run_alone
 from decode.skinny import fast_products
 from decode.stage import StageCache
 from decode.stats import DecodeStats, Phase, Stopwatch
@@ -33,9 +33,9 @@ News = tuple[int, Step | UserError]
 def run_together(base: FrozenBase, texts: Iterable[tuple[int, Begin]], slots: int) -> Iterator[News]:
     """Decode all texts, at most `slots` at a time; yields the steps of each with the number that it came with.
 
-    They are begun in the order given, as soon as there is room, and every forward of the base is a step of each. A text
-    that cannot go on, such as one that reaches a row of p that is no distribution, ends with its UserError; the others
-    do not notice. The base must be one of which `batch_fault` has nothing to say.
+    They are begun in the order given, as soon as there is room, and every forward of the base is a step of each; the
+    last one left goes on alone. A text that cannot go on, such as one that reaches a row of p that is no distribution,
+    ends with its UserError; the others do not notice. The base must be one of which `batch_fault` has nothing to say.
     """
     waiting, batch = iter(texts), _Batch(base, slots)
     while True:
@@ -43,7 +43,7 @@ def run_together(base: FrozenBase, texts: Iterable[tuple[int, Begin]], slots: in
             yield from batch.admit(*entry)
         if not batch.rows:
             return
-        yield from batch.step()
+        yield from batch.alone() if len(batch.rows) == 1 else batch.step()
 
 
 class _Row:
@@ -115,6 +115,23 @@ class _Batch:
             self.cache.keep_first([row.stays for row in self.rows])
             self._release()
         return news
+
+    def alone(self) -> Iterator[News]:
+        """All steps of the only text there is: without company, single texts are faster."""
+        row = self._leave()
+        try:
+            for step in run_alone(lambda: row.text):
+                yield row.number, step
+        except UserError as error:
+            yield row.number, error
+
+    @torch.inference_mode()
+    def _leave(self) -> _Row:
+        row = self.rows.pop()
+        assert isinstance(row.text.target, BaseTarget)
+        row.text.target.take_over(self.cache.give(0, self.base.new_cache()))
+        self.cache.drop(0)
+        return row
 
     def _release(self) -> None:
         """Take out the rows that are over. The last row takes the place of one, hence backwards."""

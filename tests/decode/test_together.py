@@ -20,7 +20,7 @@ from decode.request import Request
 from decode.stage import StageCache
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
-from decode.target import BaseTarget
+from decode.target import BaseTarget, TargetOutput
 from decode.together import Begin, batch_fault, run_together
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
@@ -185,6 +185,25 @@ def test_a_drafter_that_is_the_base_is_always_accepted(base: FrozenBase) -> None
     assert [len(found[i]) for i in range(3)] == [150] * 3
     for counts in stats:
         assert counts.accepted == counts.drafted > 100
+
+
+def test_the_last_text_goes_on_alone(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where it stands, without another look at the prompt; and newcomers alone from the start, one at a time."""
+    rows: list[int] = []
+    forward = BaseTarget.forward
+
+    def noted(self: BaseTarget, tokens: Tensor, num_logits: int) -> TargetOutput:
+        rows.append(tokens.shape[1])
+        return forward(self, tokens, num_logits)
+
+    monkeypatch.setattr(BaseTarget, "forward", noted)
+    requests = [Request(max_new_tokens=n) for n in (4, 9)]
+    truth = [alone(base, prompt, request) for prompt, request in zip(PROMPTS[1:3], requests, strict=True)]
+    for slots, forwards in {2: [8, 1, *[1] * 5], 1: [8, *[1] * 4, 1, *[1] * 9]}.items():
+        texts = [(i, begin(base, PROMPTS[1 + i], requests[i])) for i in range(2)]
+        rows.clear()
+        assert tokens_of(list(run_together(base, texts, slots))) == dict(enumerate(truth))
+        assert rows == forwards
 
 
 # ---- as Python calls ---------------------------------------------------------------------------------------------
