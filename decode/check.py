@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from decode import check_laws
-from decode.decoder import Decoder, Result
+from decode.decoder import Decoder
 from decode.evidence import MARGINS, CheckSettings, Drafts, Finding, prompt_ids, teacher_forced
 from decode.request import Request
+from decode.stream import Result
 from mtp.errors import UserError
 from mtp.keyed import race_gap
 from mtp.sampling import to_probs

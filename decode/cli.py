@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_riv
 from decode.bench_picture import check_plot, draw
 from decode.check import NUM_FINDINGS, check
 from decode.costs import CONTEXT
-from decode.decoder import Decoder, Result, Stream
+from decode.decoder import Decoder
 from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
 from decode.png import write
@@ -28,6 +28,7 @@ from decode.prompts import read_categorised, read_prompts
 from decode.report import as_json, show_bench, show_findings, show_stats, tracked
 from decode.request import Request
 from decode.stats import DecodeStats
+from decode.stream import Result, Stream
 from decode.text import Prompt
 from mtp.errors import UserError
 
@@ -76,6 +77,7 @@ def build_parser() -> ArgumentParser:
     _add_models(generate)
     _add_prompts(generate)
     generate.add_argument("--prompt", type=str, help="one prompt (text)")
+    generate.add_argument("--batch-size", type=int, default=1, help="prompts of the file that are decoded at a time")
     add_request_options(generate)
     commands.add_subcommand("generate", generate, help="generate text")
     benchmark = ArgumentParser(
@@ -130,13 +132,26 @@ def generate(options: Namespace) -> None:
     request = read_request(options)
     prompts = _prompts(options)
     decoder = _decoder(options)
-    results = [_play(decoder.stream(prompt, request), silent=options.json) for prompt in prompts]
+    results = list(_results(decoder, prompts, request, options.batch_size, silent=options.json))
     total = results[0].stats.empty()
     for result in results:
         total.merge(result.stats)
     show_stats(total)
     if options.json:
-        _print_json(_generate_report(decoder, options.heads, request, prompts, results, total))
+        _print_json(_generate_report(decoder, options, request, prompts, results, total))
+
+
+def _results(
+    decoder: Decoder, prompts: Sequence[Prompt], request: Request, batch_size: int, silent: bool
+) -> Iterator[Result]:
+    """In the order of the prompts. Texts are written as they are generated, or in a batch as they are done."""
+    if batch_size == 1:
+        yield from (_play(decoder.stream(prompt, request), silent) for prompt in prompts)
+        return
+    for result in decoder.generate_many(prompts, request, batch_size=batch_size):
+        if not silent:
+            print(result.text, flush=True)
+        yield result
 
 
 def _play(stream: Stream, silent: bool) -> Result:
@@ -152,14 +167,15 @@ def _play(stream: Stream, silent: bool) -> Result:
 
 def _generate_report(
     decoder: Decoder,
-    heads: str | None,
+    options: Namespace,
     request: Request,
     prompts: Sequence[Prompt],
     results: Sequence[Result],
     total: DecodeStats,
 ) -> dict[str, Any]:
     return {
-        **describe(decoder.base, heads),
+        **describe(decoder.base, options.heads),
+        "batch_size": options.batch_size,
         **settings_report(request),
         "seed": request.seed,
         "num_prompts": len(prompts),
@@ -243,8 +259,9 @@ def _prompts(options: Namespace) -> list[Prompt]:
         raise UserError(f"prompts are missing or given twice; use {one_of}.")
     if text is None:
         return read_prompts(options.prompts, options.limit)
-    if options.limit is not None:
-        raise UserError(f"--limit is {options.limit}, but it only applies to --prompts FILE; leave it out.")
+    for name, value, default in (("--limit", options.limit, None), ("--batch-size", options.batch_size, 1)):
+        if value != default:
+            raise UserError(f"{name} is {value}, but it only applies to --prompts FILE; leave it out.")
     return [text]
 
 

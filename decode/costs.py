@@ -26,7 +26,7 @@ CONTEXT = 200
 """Places of the text behind which a step is measured, if the base's context has room for them."""
 LEAST_ROWS = 8
 """Rows that are measured at least, if the base's context has room for them."""
-_ROUNDS, _READ_ROUNDS = 7, 12
+ROUNDS, _READ_ROUNDS = 7, 12
 _BUFFER, _LEAST_BUFFER = 2**29, 2**25  # bytes: far beyond the cache, and less where memory is short
 _READS_IN_A_ROW = 4  # by an accelerator, which then need not be waited for in between
 Clock = Callable[[], float]
@@ -89,7 +89,7 @@ def measure_steps(
     given: Drafting,
     following: Tensor,
     drafts: int,
-    rounds: int = _ROUNDS,
+    rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> tuple[list[float], float | None]:
     """Seconds [R] of a forward over 1 to R rows, and of one of `drafts` drafts in a chain; medians over the rounds.

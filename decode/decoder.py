@@ -5,8 +5,9 @@ terminals.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ import torch
 from torch import Tensor
 
 from decode.chain import Drafting
-from decode.costs import measure_steps
+from decode.costs import ROUNDS, measure_steps
 from decode.draft_length import CONTEXT, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
-from decode.engine import Engine, Step
+from decode.engine import Engine, run_alone
 from decode.laws import Laws
+from decode.many import check_batch, in_order, one_by_one, several_at_once
 from decode.request import Request, make_request
+from decode.shortage import explained
 from decode.speed import Compile, check_compile, speed_up
 from decode.stats import DecodeStats
-from decode.stopping import FinishReason, Stopping, room
+from decode.stopping import Stopping, room
+from decode.stream import Result, Stream
 from decode.target import BaseTarget
 from decode.text import Prompt, TextStream, check_text, encode, plain_text
+from decode.together import Begin, Copies
 from decode.tree_shape import TreeShape
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
@@ -42,67 +47,6 @@ def _silent(message: str) -> None:
     pass
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one step adds. `text` may be empty while a character is incomplete or when the tokens are special ones."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]
-    """Per token: an accepted draft, or (False) the recovered or bonus token."""
-    logprobs: tuple[float, ...] = ()
-    """Per token, if asked for: see `Result`."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished text."""
-
-    text: str
-    """Generated text without special tokens; a stop string stays at its end."""
-    token_ids: list[int]
-    """Generated ids, including the end-of-sequence id if one ended the text."""
-    finish_reason: FinishReason
-    prompt_tokens: int
-    stats: DecodeStats
-    logprobs: list[float] | None = None
-    """Per id, if `logprobs` is asked for: natural logarithm of the base's probability before temperature and any other
-    processor; the same as plain decoding gives, to rounding."""
-
-
-class Stream:
-    """Iterates over the pieces of one text; `result` is there once the last piece was taken."""
-
-    def __init__(self, steps: Iterator[Step], to_pieces: TextStream, prompt_tokens: int, stats: DecodeStats) -> None:
-        self._steps = steps
-        self._to_pieces = to_pieces
-        self._prompt_tokens = prompt_tokens
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._result: Result | None = None
-        self.stats = stats
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        step = next(self._steps)
-        text = self._to_pieces.push(step.tokens, final=step.finish_reason is not None)
-        self._texts.append(text)
-        self._token_ids.extend(step.tokens)
-        self._logprobs.extend(step.logprobs)
-        if step.finish_reason:
-            whole, logprobs = "".join(self._texts), self._logprobs or None
-            self._result = Result(whole, self._token_ids, step.finish_reason, self._prompt_tokens, self.stats, logprobs)
-        return Piece(text, step.tokens, step.drafted, step.logprobs)
-
-    @property
-    def result(self) -> Result:
-        assert self._result is not None, "take all pieces first"
-        return self._result
-
-
 class Decoder:
     """A base and, unless it is to decode plainly, the heads that draft for it."""
 
@@ -112,7 +56,7 @@ class Decoder:
             check_pair(base, heads)
         self.base = base
         self.heads = heads
-        self._lengths: DraftLengths | None = None  # what `--draft-length auto` has learned
+        self._lengths: dict[int, DraftLengths] = {}  # what `--draft-length auto` has learned, by batch size
 
     @classmethod
     def from_pretrained(
@@ -182,22 +126,80 @@ class Decoder:
         Returns an iterator of `Piece` whose `result` is complete after the last piece. Concatenated piece texts are
         `result.text`. Raises UserError before the first piece on settings that cannot be met, an unknown name included.
         """
-        if options:
-            request = make_request({**({} if request is None else vars(request)), **options})
-        request = request or Request()
+        return self._prepare(prompt, _with_options(request, options))[1]
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        request: Request | Sequence[Request] | None = None,
+        *,
+        batch_size: int = 8,
+        **options: Any,
+    ) -> Iterator[Result]:
+        """Decode several texts, `batch_size` of them at a time; see `as_done`.
+
+        Results come in the order of the prompts, each as soon as it and all before it are done. Raises the UserError of
+        a text that cannot be decoded when its turn comes.
+        """
+        return in_order(self.as_done(prompts, request, batch_size=batch_size, **options))
+
+    def as_done(
+        self,
+        prompts: Iterable[Prompt],
+        request: Request | Sequence[Request] | None = None,
+        *,
+        batch_size: int = 8,
+        **options: Any,
+    ) -> Iterator[tuple[int, Result | UserError]]:
+        """Decode several texts, `batch_size` of them at a time; each with the number of its prompt when it is done.
+
+        A prompt takes the place of a text that is done. Every text is the one that `generate` gives, but for rounding:
+        all of its settings are its own, its seed included. One that cannot be decoded has its UserError in place of a
+        result; the others go on.
+
+        Args:
+            prompts, options: as for `stream`.
+            request: settings for all prompts, or one for each.
+            batch_size: texts that share the base's forwards; 1 decodes one after the other.
+
+        Raises UserError before the first result on what no batch can do: trees, processors that keep state, and bases
+        that cannot run over texts of different lengths.
+        """
+        asked = list(prompts)
+        if request is None or isinstance(request, Request):
+            requests = [_with_options(request, options)] * len(asked)
+        else:
+            requests = [_with_options(one, options) for one in request]
+        if len(requests) != len(asked):
+            raise UserError(f"there are {len(requests)} requests for {len(asked)} prompts; give one, or one for each.")
+        check_batch(self.base, requests, batch_size)
+        size = min(batch_size, len(asked))
+        if size <= 1:
+            return one_by_one(self._prepare, asked, requests)
+        prepare = partial(self._prepare, batch_size=size)
+        return explained(several_at_once(self.base, prepare, asked, requests, size), self.base)
+
+    def _prepare(self, prompt: Prompt, request: Request, batch_size: int = 1) -> tuple[Begin, Stream]:
+        """How to begin a text, and the stream of its steps if it is alone."""
         ids = encode(self.base.tokenizer, prompt, request.chat)
         self._check_ids(ids)
         request = self._with_bad_words(request)
         processors = self._processors(request, len(ids))
         stopping = self._stopping(request, len(ids))
-        engine = self._engine(request)
+        engine = self._engine(request, batch_size)
         stats = self._stats(engine, request, processors)
-        steps = engine.run(
-            ids, request=request, stopping=stopping, random=self._random(request), stats=stats, processors=processors
+        begin = partial(
+            engine.begin,
+            ids,
+            request=request,
+            stopping=stopping,
+            random=self._random(request),
+            stats=stats,
+            processors=processors,
         )
         tokenizer = self.base.tokenizer
         to_text = plain_text(tokenizer, special=False) if tokenizer is not None else _no_text
-        return Stream(steps, TextStream(to_text), len(ids), stats)
+        return begin, Stream(explained(run_alone(begin), self.base), TextStream(to_text), len(ids), stats)
 
     def drafting(self, request: Request, committed: Tensor) -> Drafting:
         """What a step behind `committed` [n] has to draft with. Its drafter has not seen the text yet."""
@@ -210,24 +212,28 @@ class Decoder:
         eos, vocab_size = self.base.eos_token_ids, self.base.vocab_size
         return TextProcessors(request, prompt_length, eos, vocab_size, self.base.device)
 
-    def _engine(self, request: Request) -> Engine:
+    def _engine(self, request: Request, batch_size: int) -> Engine:
         """One per text: its cache and the heads' state are that text's own, so that several can be decoded in turn."""
         if self.heads is None:
             return Engine(BaseTarget(self.base))
         lengths = None
         if request.draft_length == "auto":
-            lengths = self._lengths = self._lengths or DraftLengths(self._step_costs())
+            if batch_size not in self._lengths:
+                self._lengths[batch_size] = DraftLengths(self._step_costs(batch_size))
+            lengths = self._lengths[batch_size]
         return Engine(BaseTarget(self.base), HeadsDrafter(self.heads), lengths=lengths)
 
-    def _step_costs(self) -> StepCosts:
-        """What steps cost here with each K, measured in about a second."""
+    def _step_costs(self, batch_size: int = 1) -> StepCosts:
+        """What steps cost here with each K, measured in about a second; in a batch, the share of one of its texts."""
         assert self.heads is not None
         most = self.heads.config.draft_length
         tokens = torch.arange(CONTEXT + 1 + most, device=self.base.device) % self.base.vocab_size
         given = self.drafting(Request(temperature=1.0, seed=0), tokens[: CONTEXT + 1])
-        forward, draft = measure_steps(BaseTarget(self.base), given, tokens[CONTEXT + 1 :], most)
+        target = BaseTarget(self.base) if batch_size == 1 else Copies(self.base, batch_size)
+        rounds = ROUNDS if batch_size == 1 else 2  # these take long, and differ by more
+        forward, draft = measure_steps(target, given, tokens[CONTEXT + 1 :], most, rounds)
         assert draft is not None
-        return StepCosts.of_parts(forward, draft)
+        return StepCosts.of_parts([seconds / batch_size for seconds in forward], draft)
 
     def _with_bad_words(self, request: Request) -> Request:
         """The texts of --bad-words as ids, at the start of a word and inside one."""
@@ -292,6 +298,13 @@ class Decoder:
                 f"the prompt has the token id {outside[0]}, outside this base's 0…{self.base.vocab_size - 1}; "
                 "encode it with the base's own tokenizer."
             )
+
+
+def _with_options(request: Request | None, options: Mapping[str, Any]) -> Request:
+    """The request with single settings changed; UserError on an unknown name."""
+    if not options:
+        return request or Request()
+    return make_request({**({} if request is None else vars(request)), **options})
 
 
 def _no_text(token_ids: Sequence[int]) -> str:

@@ -1,13 +1,15 @@
 """The decoding loop: draft, one base forward, verify, commit.
 
 Knows: the order of a step, what must be rolled back, and what each step counts. Refuses to know text, tokenizers and
-files: it takes token ids and yields token ids. One text at a time (B = 1); tensors keep the batch axis.
+files: it takes token ids and yields token ids. One text at a time (B = 1); tensors keep the batch axis. Whoever runs
+the forwards of several texts in one (`decode.together`) calls the two halves of a step, `propose` and `decide`.
 
 Shapes: B batch, K draft position, R rows of a block, T position, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,7 +23,7 @@ from decode.lookup import NgramIndex
 from decode.request import Request
 from decode.stats import DecodeStats, Stopwatch
 from decode.stopping import FinishReason, Stopping
-from decode.target import Target
+from decode.target import Target, TargetOutput
 from decode.tree_shape import TreeShape
 from decode.trees import Tree, draft_tree
 from mtp.errors import UserError
@@ -85,17 +87,43 @@ class Engine:
 
         A row of p that is NaN, infinite or without any token is a UserError when the text reaches it.
         """
-        with torch.inference_mode():
-            text = _Text(self, prompt, request, random, stats, processors)
-        reason: FinishReason | None = None
-        while reason is None:
-            with torch.inference_mode():
-                step = text.step(stopping)
-            reason = step.finish_reason
-            yield step
+        begin = partial(
+            self.begin,
+            prompt,
+            request=request,
+            stopping=stopping,
+            random=random,
+            stats=stats,
+            processors=processors,
+        )
+        return run_alone(begin)
+
+    @torch.inference_mode()
+    def begin(
+        self,
+        prompt: Sequence[int],
+        *,
+        request: Request,
+        stopping: Stopping,
+        random: RandomSource,
+        stats: DecodeStats,
+        processors: TextProcessors | None = None,
+    ) -> "Decoding":
+        """Read the prompt; what `run` goes on from."""
+        return Decoding(self, prompt, request, stopping, random, stats, processors)
 
 
-class _Text:
+def run_alone(begin: "Callable[[], Decoding]") -> Iterator[Step]:
+    """The steps of one text, which begins when the first is asked for."""
+    text = begin()
+    reason: FinishReason | None = None
+    while reason is None:
+        step = text.step()
+        reason = step.finish_reason
+        yield step
+
+
+class Decoding:
     """One text being decoded: committed x_1…x_n, of which the target has seen n - 1 and the drafter n - 1 anchors."""
 
     def __init__(
@@ -103,13 +131,14 @@ class _Text:
         engine: Engine,
         prompt: Sequence[int],
         request: Request,
+        stopping: Stopping,
         random: RandomSource,
         stats: DecodeStats,
         processors: TextProcessors | None,
     ) -> None:
         self.target = engine.target
         self.drafter = engine.drafter if stats.draft_length else None
-        self.request, self.random, self.stats = request, random, stats
+        self.request, self.stopping, self.random, self.stats = request, stopping, random, stats
         self.rule, self.lengths = engine.rule or request.rule, engine.lengths
         self.waiting: list[tuple[Tensor, Tensor]] = []  # verified anchors that the drafter has not taken in yet
         self.laws = Laws(request, processors, self.drafter.draft_ids if self.drafter else None)
@@ -120,8 +149,13 @@ class _Text:
             self.index = NgramIndex(prompt) if stats.lookup else None
             self._prefill(self.text[None])
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The base's hidden states that the drafter needs of every forward."""
+        return self.drafter.feature_layers if self.drafter else ()
+
     def _prefill(self, prompt: Tensor) -> None:
-        self.target.start(self.drafter.feature_layers if self.drafter else ())
+        self.target.start(self.feature_layers)
         if self.drafter:
             self.drafter.start(prompt)
         if prompt.shape[1] > 1:
@@ -129,19 +163,39 @@ class _Text:
             if self.drafter:
                 self.drafter.ingest(output.features, prompt[:, 1:])
 
-    def step(self, stopping: Stopping) -> Step:
-        length = len(self.text)
-        with self.watch.phase("draft"):
-            self.random.seek(length)
-            proposal = self._propose(stopping.remaining)
+    @torch.inference_mode()
+    def step(self) -> Step:
+        """Draft, run the base over the drafts, judge, commit, and cut the base's cache back to what stays."""
+        length, proposal = len(self.text), self.propose()
         with self.watch.phase("verify"):
             output = proposal.forward(self.target)
+        step, path = self.decide(proposal, output)
+        if step.finish_reason is None:
+            with self.watch.phase("other"):
+                if path == list(range(1, len(path) + 1)):
+                    self.target.rollback(length + len(path))
+                else:
+                    self.target.keep(length, [length - 1 + row for row in path])
+        return step
+
+    def propose(self) -> Chain | Tree:
+        """The drafts of the next step, whose block the base is to be run over."""
+        with self.watch.phase("draft"):
+            self.random.seek(len(self.text))
+            return self._propose(self.stopping.remaining)
+
+    def decide(self, proposal: Chain | Tree, output: TargetOutput) -> tuple[Step, list[int]]:
+        """Judge and commit, given what the base says of all rows of the block. With the step come the rows, below the
+        first of the block, that are to stay in the base's cache.
+
+        Raises UserError if the text reaches a row that is no distribution.
+        """
         with self.watch.phase("rule"):
-            self.random.seek(length)
+            self.random.seek(len(self.text))
             p, check = self.laws.p(output.logits[0], self.text, proposal.suffixes())
             outcome = proposal.judge(self.rule, p, check, self.random)
         with self.watch.phase("other"):
-            kept, reason = stopping.cut(outcome.tokens[: outcome.sound])
+            kept, reason = self.stopping.cut(outcome.tokens[: outcome.sound])
             if reason is None and outcome.sound < len(outcome.tokens):
                 raise refuse_row(outcome.finite[outcome.sound])
             logprobs = self._logprobs(output.logits[0], outcome)[:kept] if self.request.logprobs else ()
@@ -149,7 +203,7 @@ class _Text:
             if reason is None:
                 self._commit(outcome, output.features)
             drafted = tuple(index < len(outcome.path) for index in range(kept))
-        return Step(tuple(outcome.tokens[:kept]), drafted, reason, tuple(logprobs))
+        return Step(tuple(outcome.tokens[:kept]), drafted, reason, tuple(logprobs)), outcome.path
 
     def _room_for_drafts(self, remaining: int) -> int:
         """K of this step: a step commits up to K + 1 tokens. Without any anchor there is nothing to draft from."""
@@ -165,7 +219,7 @@ class _Text:
             self.drafter.ingest(torch.cat(features, dim=1), torch.cat(tokens, dim=1))
             self.waiting = []
 
-    def _propose(self, remaining: int) -> "Chain | Tree":
+    def _propose(self, remaining: int) -> Chain | Tree:
         """Whether the drafts are copied is decided by the committed text, before anything is drawn."""
         given = Drafting(self.drafter, self.text, self.laws, self.target.vocab_size, self.request, self.random)
         copied = self._look_up(remaining)
@@ -198,12 +252,7 @@ class _Text:
         self.stats.unusable_q += outcome.unusable_q
 
     def _commit(self, outcome: Outcome, features: Tensor) -> None:
-        """Keep x_n and the accepted drafts in the target, and show the drafter each of them with its next token."""
-        length, accepted = len(self.text), len(outcome.path)
-        if outcome.path == list(range(1, accepted + 1)):
-            self.target.rollback(length + accepted)
-        else:
-            self.target.keep(length, [length - 1 + row for row in outcome.path])
+        """Lengthen the text, and show the drafter x_n and each accepted draft with its next token."""
         committed = torch.tensor(outcome.tokens, device=self.text.device)
         self.text = torch.cat([self.text, committed])
         if self.index is not None:

@@ -106,6 +106,16 @@ class BaseTarget:
         assert self._cache is not None, "start() was not called"
         self._cache.rollback(length)
 
+    def hand_over(self) -> BaseCache:
+        """The cache, of which nothing stays here."""
+        cache, self._cache = self._cache, None
+        assert cache is not None, "start() was not called"
+        return cache
+
+    def take_over(self, cache: BaseCache) -> None:
+        """Go on with what `cache` holds, for the features that `start` asked for."""
+        self._cache = cache
+
     def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
         assert self._cache is not None, "start() was not called"
         with self._products(tokens):

@@ -20,6 +20,7 @@ from torch import Tensor
 from decode import Decoder
 from decode.prompts import read_prompts
 from decode.stats import DecodeStats
+from decode.together import batch_fault
 from mtp.base import FrozenBase
 from mtp.config import HeadsConfig, HeadsOptions
 from mtp.errors import UserError
@@ -40,6 +41,7 @@ from train.start import earlier_heads, start_heads
 from train.summary import decode_metrics, summarise
 from train.teaching import Lesson, from_base, from_store
 
+_DECODED_AT_ONCE = 16  # validation prompts
 RUNNING_SHARE = 0.1  # of an optimiser step in the running acceptance that the `lk` loss goes by
 
 
@@ -241,17 +243,17 @@ class HeadsModule(lightning.LightningModule):
         """Decode the validation prompts with the engine that users decode with."""
         options, decoder = self.decode_options, Decoder(self.base, self.trained)
         total: DecodeStats | None = None
-        for prompt in self._prompts:
-            stats = decoder.generate(
-                prompt,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                seed=options.seed,
-            ).stats
+        for result in decoder.generate_many(
+            self._prompts,
+            batch_size=1 if batch_fault(self.base) else _DECODED_AT_ONCE,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        ):
             if total is None:
-                total = stats
+                total = result.stats
             else:
-                total.merge(stats)
+                total.merge(result.stats)
         assert total is not None
         return total
 

@@ -211,7 +211,7 @@ def test_nothing_rejected(folder: Path, capsys: pytest.CaptureFixture[str], monk
 
 def test_nothing_drafted(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then every text is exact, and none of it is a proof: the control has no fault to show either."""
-    monkeypatch.setattr(decode.engine._Text, "_room_for_drafts", lambda *_: 0)
+    monkeypatch.setattr(decode.engine.Decoding, "_room_for_drafts", lambda *_: 0)
     document = certify(capsys, folder, 300)
     assert failed(document) == {WALK_CONTROL, LAW_CONTROL, DRAFTS}
     assert document["checks"][-1]["numbers"] == {"drafted": 0, "accepted": 0, "rejected": 0}

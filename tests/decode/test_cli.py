@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import decode.together
 from decode import cli
 from decode.check import CheckSettings, Finding
 from decode.cli import main
@@ -73,6 +74,33 @@ def test_generate_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert result["finish_reason"] in {"eos", "length"}
         assert result["stats"]["committed"] == len(result["token_ids"])
         assert "logprobs" not in result
+
+
+def test_generate_in_batches_gives_the_same_lines_and_counts(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    blocks = decode.together.run_blocks
+
+    def noted(*args: Any) -> Any:
+        sizes.append(len(args[2]))
+        return blocks(*args)
+
+    monkeypatch.setattr(decode.together, "run_blocks", noted)
+    args = ("generate", "--heads", folder / "heads", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 12)
+    code, out, err = run(capsys, *args)
+    assert not sizes
+    several = run(capsys, *args, "--batch-size", 3)
+    assert max(sizes) == 3
+    assert several[:2] == (code, out) == (0, out)
+    assert out.count("\n") >= 3
+    assert "acceptance length" in several[2]
+    single, batch = document(capsys, *args), document(capsys, *args, "--batch-size", 3)
+    assert (single["batch_size"], batch["batch_size"]) == (1, 3)
+    for name in ("steps", "committed", "drafted", "accepted", "histogram"):
+        assert single[name] == batch[name]
+    assert [one["token_ids"] for one in single["results"]] == [one["token_ids"] for one in batch["results"]]
+    assert batch["tok_per_s"] > 0
 
 
 WARM = ["--temperature", "1", "--seed", "1"]
@@ -280,6 +308,16 @@ def heads_with(folder: Path, name: str, old: str, new: str) -> Path:
         (["generate", "--prompt", "a"], "neither --heads nor --base"),
         (["generate", "--heads", "{}/heads", "--prompt", "a", "--prompts", "{}/prompts.jsonl"], "given twice"),
         (["generate", "--heads", "{}/heads", "--prompt", "a", "--limit", "1"], "--limit is 1"),
+        (["generate", "--heads", "{}/heads", "--prompt", "a", "--batch-size", "2"], "--batch-size is 2, but it only"),
+        (["generate", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--batch-size", "0"], "use at least 1"),
+        (
+            ["generate", "--heads", "{}/heads", "--prompts", "{}/prompts.jsonl", "--batch-size", "2", "--tree", "2"],
+            "--batch-size is 2, but --tree is 2",
+        ),
+        (
+            ["generate", "--heads", "{}/heads", "--prompts", "{}/long.jsonl", "--batch-size", "2"],
+            "this base reads at most",
+        ),
         (["generate", "--heads", "{}/heads", "--prompts", "{}/bad.jsonl"], "bad.jsonl, line 2"),
         (["generate", "--heads", "{}/heads", "--prompts", "{}/none.jsonl"], "none.jsonl"),
         (["generate", "--heads", "{}/heads", "--prompts", "{}/long.jsonl"], "shorten the prompt"),

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from decode import Decoder
-from decode.decoder import Piece, Result, Stream
 from decode.engine import Engine
 from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
+from decode.stream import Piece, Result, Stream
 from decode.text import TextStream, plain_text
 from mtp.config import HeadsOptions
 from mtp.initialise import new_heads
