@@ -1,0 +1,66 @@
+"""`mtp-decode export`: heads in the layout of another serving engine.
+
+Knows: the options, and how to tell what was written. Refuses to know: any format (`mtp.formats`).
+"""
+
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from decode.decoder import Decoder
+from decode.report import as_json
+from mtp.errors import UserError
+from mtp.formats.catalogue import FORMATS
+from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
+
+ABOUT = "Write heads as vLLM, SGLang and others load them; what is written is read again and compared first."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `mtp-decode export`."""
+    add = parser.add_argument
+    add("--heads", type=str, help="folder of trained heads, or smollm2-135m")
+    add("--format", type=str, help=", ".join(FORMATS))
+    add("--output", type=Path | None, help="the folder to write")
+    add("--overwrite", action="store_true", help="replace what stands there")
+    add("--dtype", type=str, default="float32", help=f"of the numbers in the file: {', '.join(DTYPES)}")
+    add("--base", type=str, help="the base, if not found by the name in the heads' config")
+    add("--revision", type=str, help="revision of a base on the Hub")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
+    add("--json", action="store_true", help="the last line of stdout is one JSON document")
+
+
+def run(options: Namespace) -> None:
+    """`mtp-decode export`."""
+    for name in ("heads", "format", "output"):
+        if options[name] is None:
+            raise UserError(f"--{name} is missing; use --heads FOLDER --format NAME --output FOLDER.")
+    find_format(options.format)
+    check_dtype(options.dtype)
+    check_free(options.output, options.overwrite)
+    decoder = _decoder(options)
+    assert decoder.heads is not None
+    done = export(
+        decoder.heads, decoder.base, options.format, options.output, dtype=options.dtype, overwrite=options.overwrite
+    )
+    told = f"{done.compared:,} logits compared with the heads', largest difference {done.worst:.1e}"
+    print(f"written: {done.folder} ({done.size / 1e6:.1f} MB, {options.format}); {told}", file=sys.stderr)
+    if options.json:
+        document = {"format": options.format, "dtype": options.dtype, **vars(done), "folder": str(done.folder)}
+        print(as_json(document), flush=True)
+
+
+def _decoder(options: Namespace) -> Decoder:
+    """Heads and base in float32, as the comparison needs them."""
+    return Decoder.from_pretrained(
+        options.heads,
+        options.base,
+        revision=options.revision,
+        device=options.device,
+        dtype="float32",
+        trust_remote_code=options.trust_remote_code,
+        compile="off",
+        on_progress=lambda text: print(text, file=sys.stderr),
+    )
