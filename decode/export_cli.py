@@ -13,6 +13,7 @@ from decode.report import as_json
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
+from mtp.hub import find_heads, read_config
 
 ABOUT = "Write heads as vLLM, SGLang and others load them; what is written is read again and compared first."
 
@@ -54,6 +55,17 @@ def run(options: Namespace) -> None:
 
 def _decoder(options: Namespace) -> Decoder:
     """Heads and base in float32, as the comparison needs them."""
+    name = None if options.base is not None else read_config(find_heads(options.heads)).base.name
+    try:
+        return _load(options)
+    except UserError as error:
+        if name is None or f"base {name!r}" not in str(error):
+            raise
+        told = f"{error} The export needs the base that --heads {options.heads} name; name a copy of it with --base."
+        raise UserError(told) from error
+
+
+def _load(options: Namespace) -> Decoder:
     return Decoder.from_pretrained(
         options.heads,
         options.base,

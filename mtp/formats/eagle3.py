@@ -72,7 +72,7 @@ def fault(heads: Heads, base: FrozenBase) -> str | None:
 def _rotary_fault(shape: BlockShape, rope: dict[str, Any]) -> str | None:
     """Whether engines would rotate by other frequencies than the block, told by transformers' own."""
     try:
-        theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=shape.head_dim, head_dim=shape.head_dim, **rope))
+        theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=shape.head_dim, num_attention_heads=1, **rope))
     except (KeyError, ValueError) as error:
         return f"rotates as Llama does, which the base's rotary settings {rope} do not describe ({error})"
     ours = frequencies(shape)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -142,7 +143,10 @@ def _llama(layer: Mapping[str, Any], where: str) -> LlamaConfig:
     if not isinstance(layer.get("rms_norm_eps"), float):
         raise UserError(f"{where}: rms_norm_eps is {layer.get('rms_norm_eps')!r}; a small number is needed.")
     kept = ("head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-    return LlamaConfig(**{key: layer[key] for key in (*sizes, *kept) if layer.get(key) is not None})
+    try:
+        return LlamaConfig(**{key: layer[key] for key in (*sizes, *kept) if layer.get(key) is not None})
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{where} is no config of a Llama layer ({error}); correct it.") from None
 
 
 def _flags(document: Mapping[str, Any], where: str) -> dict[str, bool]:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp.base import FrozenBase
+from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.interface import Content, Format, Reader
@@ -26,6 +27,11 @@ from mtp.last_block import some_tokens
 
 _ANCHORS = 24
 _TOLERANCE = 1e-3
+_EMBEDDED_NOTE = """
+`{base}` is a name that only `mtp` knows. Give other software the folder that it keeps the base in (`bases/{base}` in
+`MTP_HOME`, by default `mtp` in the user's cache folder), and export with `--base` and that folder where the files are
+to name it.
+"""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -184,4 +190,4 @@ Written by `mtp-decode export` for {chosen.written_for}. Other versions may read
 When the folder was written it was read again and gave the logits of the heads it was made from.
 
 {usage}
-"""
+{_EMBEDDED_NOTE.format(base=base.name) if base.name in EMBEDDED else ""}"""
