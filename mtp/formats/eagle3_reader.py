@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from mtp.errors import UserError
-from mtp.formats.interface import Embed
+from mtp.formats.interface import Lent
 from mtp.formats.medusa_reader import check_ids
 from mtp.formats.tensors import CONFIG, WEIGHTS, Expected, check_tensors, read_document, read_tensors, whole_number
 
@@ -41,12 +41,12 @@ class Eagle3Reader:
     layer_ids: tuple[int, ...] | None
     """Feature layers in our count: the input of layer i. None where the folder does not say it beyond doubt."""
 
-    def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, embed: Embed) -> Tensor:
+    def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
         """See `mtp.formats.interface.Reader`."""
         hidden = self._linear("fc", self._fused(features))  # [T,D]
         inputs, rows = tokens, []
         for draft in [*drafts[:, None], None]:
-            after = self._layer(embed(inputs).to(hidden.dtype), hidden)[-1:]
+            after = self._layer(lent.embed(inputs).to(hidden.dtype), hidden)[-1:]
             normed = self._norm("norm", after)
             rows.append(self._linear("lm_head", normed[0]))
             if draft is not None:  # the state of the last position goes on, with the token drafted from it

@@ -19,7 +19,7 @@ from mtp.base import FrozenBase
 from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
-from mtp.formats.interface import Content, Format, Reader
+from mtp.formats.interface import Content, Format, Lent, Reader
 from mtp.formats.tensors import CARD, CONFIG
 from mtp.heads import Heads
 from mtp.hub import replace_folder
@@ -60,14 +60,15 @@ def export(
     check_free(folder, overwrite)
     if told := chosen.fault(heads, base):
         raise UserError(f"--format {format_name} {told}; formats that can hold these heads: {_able(heads, base)}.")
-    rounded = _rounded(heads, base, DTYPES[dtype])
+    lent = Lent(base.embedding.cpu().float(), base.output_matrix.cpu().to(DTYPES[dtype]).float())
+    rounded = _rounded(heads, lent, DTYPES[dtype])
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         build = Path(scratch) / folder.name
         write(chosen.content(heads, base), build, DTYPES[dtype])
         card = describe(chosen, heads, base, folder)
         (build / CARD).write_text(card, encoding="utf-8")
-        compared, worst, scale = compare(chosen.read(build), rounded, base)
+        compared, worst, scale = compare(chosen.read(build), rounded, base, lent)
         size = sum(file.stat().st_size for file in build.rglob("*") if file.is_file())
         replace_folder(build, folder)
     return Exported(folder, size, compared, worst, scale)
@@ -117,17 +118,16 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _rounded(heads: Heads, base: FrozenBase, dtype: torch.dtype) -> Heads:
+def _rounded(heads: Heads, lent: Lent, dtype: torch.dtype) -> Heads:
     """A copy of the heads on the CPU in float32, with the numbers that the file will hold."""
-    twin = copy.deepcopy(heads).cpu().to(dtype).float()
-    return twin.bind(base.embedding.cpu().float(), base.output_matrix.cpu().to(dtype).float())
+    return copy.deepcopy(heads).cpu().to(dtype).float().bind(lent.embedding, lent.output_matrix)
 
 
 @torch.no_grad()
-def compare(reader: Reader, heads: Heads, base: FrozenBase) -> tuple[int, float, float]:
+def compare(reader: Reader, heads: Heads, base: FrozenBase, lent: Lent) -> tuple[int, float, float]:
     """How many logits were compared on real features, the largest difference, and the usual size of a logit.
 
-    Heads in float32 on the CPU, bound. UserError where they differ by more than rounding.
+    Heads in float32 on the CPU, bound to what is lent. UserError where they differ by more than rounding.
     """
     k = heads.config.draft_length
     count = min(_ANCHORS, base.context_length - k - 1)
@@ -135,7 +135,7 @@ def compare(reader: Reader, heads: Heads, base: FrozenBase) -> tuple[int, float,
     output = base.forward(text[:, :count], feature_layers=heads.config.feature_layers)
     features, tokens, drafts = output.features.float().cpu(), text[:, 1 : count + 1].cpu(), text[0, count + 1 :].cpu()
     ours = _ours(heads, features, tokens, drafts)
-    theirs = reader.logits(features[0], tokens[0], drafts, heads.embed)
+    theirs = reader.logits(features[0], tokens[0], drafts, lent)
     return _difference(ours, theirs)
 
 

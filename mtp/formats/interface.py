@@ -10,19 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtp.base import FrozenBase
 from mtp.heads import Heads
 
-Embed = Callable[[Tensor], Tensor]
-"""The base's input embedding: ids [...] to [..., D]."""
+
+@dataclass(frozen=True)
+class Lent:
+    """What software takes from the base itself: input embedding and output matrix, each [V,D]."""
+
+    embedding: Tensor
+    output_matrix: Tensor
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Ids [...] to [...,D]."""
+        return F.embedding(tokens, self.embedding)
 
 
 class Reader(Protocol):
     """A written folder as the software it is for would run it."""
 
-    def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, embed: Embed) -> Tensor:
+    def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
         """Logits [K,V] of all draft positions, -inf where nothing can be proposed.
 
         features [T,F] of the anchors 0…T-1, the token after each, tokens [T], and the tokens drafted before the last

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtp.errors import UserError
-from mtp.formats.interface import Embed
+from mtp.formats.interface import Lent
 from mtp.formats.tensors import CONFIG, WEIGHTS, Expected, check_tensors, read_document, read_tensors, whole_number
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
@@ -33,7 +33,7 @@ class MedusaReader:
     token_map: Tensor | None
     vocab_size: int
 
-    def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, embed: Embed) -> Tensor:
+    def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
         """See `mtp.formats.interface.Reader`. Medusa looks at the last anchor only, and at no token."""
         rows = []
         for layers, output in zip(self.heads, self.outputs, strict=True):
