@@ -103,6 +103,9 @@ def build_parser() -> ArgumentParser:
     exporter = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT)
     export_cli.add_arguments(exporter)
     commands.add_subcommand("export", exporter, help="write heads for vLLM, SGLang and others")
+    importer = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT_IMPORT)
+    export_cli.add_import_arguments(importer)
+    commands.add_subcommand("import", importer, help="read heads made for vLLM, SGLang and others")
     return parser
 
 
@@ -232,6 +235,7 @@ COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
     "check": run_check,
     "lab": lab.run,
     "export": export_cli.run,
+    "import": export_cli.run_import,
 }
 
 

@@ -1,8 +1,9 @@
-"""`mtp-decode export`: heads in the layout of another serving engine.
+"""`mtp-decode export` and `mtp-decode import`: heads in the layout of other software, and back.
 
 Knows: the options, and how to tell what was written. Refuses to know: any format (`mtp.formats`).
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from jsonargparse import ArgumentParser, Namespace
 
 from decode.decoder import Decoder
 from decode.report import as_json
+from mtp.base import FrozenBase
+from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
-from mtp.hub import find_heads, read_config
+from mtp.formats.imports import READERS, import_heads
+from mtp.hub import find_heads, read_config, save_heads
 
+ABOUT_IMPORT = "Read heads that were made elsewhere; they are compared with what the other software computes first."
 ABOUT = "Write heads as vLLM, SGLang and others load them; what is written is read again and compared first."
 
 
@@ -51,6 +56,48 @@ def run(options: Namespace) -> None:
     if options.json:
         document = {"format": options.format, "dtype": options.dtype, **vars(done), "folder": str(done.folder)}
         print(as_json(document), flush=True)
+
+
+def add_import_arguments(parser: ArgumentParser) -> None:
+    """The options of `mtp-decode import`."""
+    add = parser.add_argument
+    add("--input", type=Path | None, help="the folder to read")
+    add("--format", type=str, help=", ".join(READERS))
+    add("--base", type=str, help="the base that the heads were trained for")
+    add("--output", type=Path | None, help="the folder to write, for --heads of the other commands")
+    add("--overwrite", action="store_true", help="replace what stands there")
+    add("--draft-length", type=int | None, help="K of EAGLE-3 heads, which can draft any number (default: 4)")
+    add("--feature-layers", type=int, nargs="+", default=[], help="of EAGLE-3 heads, where the folder leaves it open")
+    add("--revision", type=str, help="revision of a base on the Hub")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
+
+
+def run_import(options: Namespace) -> None:
+    """`mtp-decode import`."""
+    for name in ("input", "format", "base", "output"):
+        if options[name] is None:
+            raise UserError(
+                f"--{name} is missing; use --input FOLDER --format NAME --base BASE --output FOLDER (formats: "
+                f"{', '.join(READERS)})."
+            )
+    check_free(options.output, options.overwrite)
+    base = FrozenBase.from_pretrained(
+        options.base,
+        revision=options.revision,
+        device=options.device,
+        dtype="float32",
+        trust_remote_code=options.trust_remote_code,
+        home=default_home(os.environ),
+        on_progress=lambda text: print(text, file=sys.stderr),
+    )
+    layers = tuple(options.feature_layers) or None
+    heads = import_heads(options.input, options.format, base, draft_length=options.draft_length, feature_layers=layers)
+    save_heads(heads, options.output)
+    told = "" if heads.config.own_output == "none" else ", with output rows of their own"
+    print(
+        f"written: {options.output} ({heads.config.kind} heads, K = {heads.config.draft_length}{told})", file=sys.stderr
+    )
 
 
 def _decoder(options: Namespace) -> Decoder:

@@ -5,7 +5,7 @@
     midlayer.mlp.*           mlp.*                        post_attention_layernorm  mlp_norm
     norm                     norm                         fc_norm.{i}               feature_norms.{i}  (EAGLE-3.1)
 
-`lm_head` holds the base's output rows of the draft vocabulary, `d2t` the offset from a draft id to its base id, `t2d`
+`lm_head` holds the output rows of the draft vocabulary, `d2t` the offset from a draft id to its base id, `t2d`
 which base ids have one. Two counts of layers are in use: vLLM reads `eagle_aux_hidden_state_layer_ids` at the top level
 first and means the input of layer i, as we do; SGLang reads it inside `eagle_config` and means the output of layer i.
 Both places are written, each in its reader's count.
@@ -138,7 +138,7 @@ def _tensors(heads: Heads, base: FrozenBase, layer: str) -> dict[str, Tensor]:
     known = torch.zeros(vocab, dtype=torch.bool, device=ids.device)
     known[ids] = True
     offsets = ids - torch.arange(len(ids), device=ids.device)
-    return tensors | {"lm_head.weight": base.output_matrix[ids], "d2t": offsets, "t2d": known}
+    return tensors | {"lm_head.weight": heads.proposal_rows, "d2t": offsets, "t2d": known}
 
 
 def _eagle3_content(heads: Heads, base: FrozenBase) -> Content:

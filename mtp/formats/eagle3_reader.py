@@ -39,7 +39,9 @@ class Eagle3Reader:
     fc_norm: bool
     norm_output: bool
     layer_ids: tuple[int, ...] | None
-    """Feature layers in our count: the input of layer i. None where the folder does not say it beyond doubt."""
+    """Feature layers in our count, the input of layer i; None where the folder does not say it beyond doubt."""
+    doubtful_ids: tuple[int, ...] | None
+    """What stands inside `eagle_config` alone, where it is counted in two ways."""
 
     def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
         """See `mtp.formats.interface.Reader`."""
@@ -127,7 +129,8 @@ def _read(folder: Path, document: Mapping[str, Any], layer: Mapping[str, Any], p
     if "t2d" in tensors and not torch.equal(tensors["t2d"].nonzero()[:, 0], base_ids.sort().values):
         raise UserError(f"{weights}: t2d and d2t name different draft vocabularies; write or copy the folder again.")
     named = {name.replace(f"{prefix}.", "layer."): tensor for name, tensor in tensors.items()}
-    return Eagle3Reader(llama, named, base_ids, **flags, layer_ids=_layer_ids(document, config))
+    ids, nested = _layer_ids(document, config)
+    return Eagle3Reader(llama, named, base_ids, **flags, layer_ids=ids, doubtful_ids=nested if ids is None else None)
 
 
 def _llama(layer: Mapping[str, Any], where: str) -> LlamaConfig:
@@ -162,20 +165,21 @@ def _flags(document: Mapping[str, Any], where: str) -> dict[str, bool]:
     return {key: bool(document.get(key, False)) for key in ("fc_norm", "norm_output")}
 
 
-def _layer_ids(document: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """Feature layers as vLLM counts them. Those inside `eagle_config` alone are counted in two ways, so they are none.
+def _layer_ids(document: Mapping[str, Any], where: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Feature layers at the top level, as vLLM counts them, and inside `eagle_config`; None where they are not written.
 
-    Where both are written they must be one apart, as each reader counts.
+    Where both are written they must be the same layers, as each reader counts.
     """
     ids, nested = document.get(_IDS), (document.get("eagle_config") or {}).get(_IDS)
-    if ids is None:
-        return None
-    if len(ids) != AUX_LAYERS or (nested is not None and nested != [layer - 1 for layer in ids]):
+    for found in (ids, nested):
+        if found is not None and not (isinstance(found, list) and all(isinstance(one, int) for one in found)):
+            raise UserError(f"{where}: {_IDS} is {found!r}; a list of whole numbers is needed: correct the file.")
+    if ids is not None and (len(ids) != AUX_LAYERS or nested not in (None, [layer - 1 for layer in ids])):
         raise UserError(
             f"{where}: {_IDS} is {ids} and {nested} in eagle_config; {AUX_LAYERS} layers are needed, the first counted "
             "by inputs (vLLM) and the second, one less, by outputs (SGLang): write the folder again."
         )
-    return tuple(ids)
+    return None if ids is None else tuple(ids), None if nested is None else tuple(nested)
 
 
 def _expected(

@@ -142,15 +142,15 @@ def compare(reader: Reader, heads: Heads, base: FrozenBase, lent: Lent) -> tuple
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[int, float, float]:
     if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
         raise UserError(
-            f"the written folder proposes from other tokens than the heads (logits {list(theirs.shape)}, heads "
-            f"{list(ours.shape)}); nothing was kept. This is a fault of the export: please report it."
+            f"the folder proposes from other tokens than the heads (logits {list(theirs.shape)}, heads "
+            f"{list(ours.shape)}); nothing was kept. This is a fault of the conversion: please report it."
         )
     can = ours.isfinite()
     scale, worst = float(ours[can].abs().mean()), float((ours - theirs)[can].abs().max())
     if not worst <= _TOLERANCE * max(scale, 1.0):
         raise UserError(
-            f"the written folder gives other logits than the heads (they differ by {worst:.3g}, where logits are "
-            f"{scale:.3g} on average); nothing was kept. This is a fault of the export: please report it."
+            f"the folder gives other logits than the heads (they differ by {worst:.3g}, where logits are "
+            f"{scale:.3g} on average); nothing was kept. This is a fault of the conversion: please report it."
         )
     return int(can.sum()), worst, scale
 

@@ -1,6 +1,7 @@
 """Medusa heads in two layouts: vLLM's, and that of the original repository.
 
-    vLLM       blocks.{head}.layers.{layer}.weight, .bias; lm_heads.0.weight, shared; token_map, the draft vocabulary
+    vLLM       blocks.{head}.layers.{layer}.weight, .bias; lm_heads.0.weight, shared, or lm_heads.{head}.weight;
+               token_map, the draft vocabulary
     original   {head}.{layer}.linear.weight, .bias; {head}.{layers}.weight: an output matrix per head
 
 Knows: names, and what these layouts cannot say. Refuses to know: files, and how the folder is read again
@@ -49,10 +50,11 @@ def _layers(heads: Heads) -> dict[tuple[int, int, str], Tensor]:
 def _vllm_content(heads: Heads, base: FrozenBase) -> Content:
     config = heads.config
     tensors = {f"blocks.{head}.layers.{layer}.{kind}": one for (head, layer, kind), one in _layers(heads).items()}
-    rows = base.output_matrix
     if heads.draft_ids is not None:
         tensors["token_map"] = heads.draft_ids
-        rows = rows[heads.draft_ids]
+    each = config.own_output == "each"
+    outputs = heads.proposal_rows if each else heads.proposal_rows[None]
+    tensors |= {f"lm_heads.{head}.weight": rows for head, rows in enumerate(outputs)}
     return Content(
         config={
             "model_type": "medusa",
@@ -65,16 +67,17 @@ def _vllm_content(heads: Heads, base: FrozenBase) -> Content:
             "topk": 10,
             "truncated_vocab_size": config.proposals,
             "medusa_fc_bias": True,
-            "original_lm_head": True,
+            "original_lm_head": not each,
         },
-        tensors=tensors | {"lm_heads.0.weight": rows},
+        tensors=tensors,
     )
 
 
 def _original_content(heads: Heads, base: FrozenBase) -> Content:
     config = heads.config
     tensors = {f"{head}.{layer}.linear.{kind}": one for (head, layer, kind), one in _layers(heads).items()}
-    tensors |= {f"{head}.{config.num_layers}.weight": base.output_matrix for head in range(config.draft_length)}
+    outputs = heads.proposal_rows.expand(config.draft_length, -1, -1)  # a copy per head, or each its own
+    tensors |= {f"{head}.{config.num_layers}.weight": rows for head, rows in enumerate(outputs)}
     return Content(
         config={
             "medusa_num_heads": config.draft_length,

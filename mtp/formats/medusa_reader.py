@@ -50,14 +50,16 @@ class MedusaReader:
 
 
 def read_vllm(folder: Path, option: str = "--input") -> MedusaReader:
-    """A folder in vLLM's layout, with one output matrix for all heads. UserError on anything not whole."""
+    """A folder in vLLM's layout, with one output matrix for all heads or for each. UserError on anything not whole."""
     document, where = read_document(folder, option), str(folder / CONFIG)
     heads, layers, size, vocab = _sizes(document, ("num_heads", "num_hidden_layers"), where)
     truncated = whole_number(document, "truncated_vocab_size", where, 2)
-    _require(document, {"original_lm_head": True, "medusa_fc_bias": True, "model_type": "medusa"}, where)
+    _require(document, {"medusa_fc_bias": True, "model_type": "medusa"}, where)
+    outputs = 1 if document.get("original_lm_head") is True else heads
     if truncated > vocab:
         raise UserError(f"{where}: truncated_vocab_size is {truncated}, more than vocab_size {vocab}; correct one.")
-    expected = {"lm_heads.0.weight": Expected((truncated, size), "output matrix of all heads")}
+    purpose = "output matrix of all heads" if outputs == 1 else "output matrix of a head"
+    expected = {f"lm_heads.{head}.weight": Expected((truncated, size), purpose) for head in range(outputs)}
     if truncated < vocab:
         expected["token_map"] = Expected((truncated,), "base ids of the truncated vocabulary", torch.int64)
     for head in range(heads):
@@ -69,7 +71,8 @@ def read_vllm(folder: Path, option: str = "--input") -> MedusaReader:
     if token_map is not None:
         check_ids(token_map, vocab, "token_map", str(folder / WEIGHTS))
     residual = [[_pair(tensors, f"blocks.{head}.layers.{layer}") for layer in range(layers)] for head in range(heads)]
-    return MedusaReader(residual, [tensors["lm_heads.0.weight"]] * heads, token_map, vocab)
+    matrices = [tensors[f"lm_heads.{head % outputs}.weight"] for head in range(heads)]
+    return MedusaReader(residual, matrices, token_map, vocab)
 
 
 def read_original(folder: Path, option: str = "--input") -> MedusaReader:

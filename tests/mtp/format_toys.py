@@ -1,5 +1,6 @@
 """Heads on a tiny base, for tests of foreign formats."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mtp.base import FrozenBase
-from mtp.config import HeadsOptions
-from mtp.heads import Heads
+from mtp.config import HeadsOptions, OwnOutput
+from mtp.heads import Heads, build_heads
 from mtp.initialise import new_heads
 from tests.tiny import NUM_LAYERS, VOCAB_SIZE, tiny_base
 
@@ -24,7 +25,9 @@ def base_for_formats(folder: Path, family: str = "llama") -> FrozenBase:
     return tiny_base(family, folder)
 
 
-def heads_on(base: FrozenBase, kind: str, draft_ids: Tensor | None = None, **fields: Any) -> Heads:
+def heads_on(
+    base: FrozenBase, kind: str, draft_ids: Tensor | None = None, own_output: OwnOutput = "none", **fields: Any
+) -> Heads:
     """Heads of `base` with wide random weights, so that every tensor shows in the logits."""
     given = {"kind": kind, "draft_length": 3, **DEFAULTS.get(kind, {}), **fields}
     if draft_ids is not None:
@@ -34,4 +37,11 @@ def heads_on(base: FrozenBase, kind: str, draft_ids: Tensor | None = None, **fie
         heads = new_heads(HeadsOptions(**given), base, draft_ids)
         for name, parameter in heads.named_parameters():
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+        if own_output != "none":
+            heads = build_heads(replace(heads.config, own_output=own_output))
+            for name, tensor in heads.state_dict().items():
+                if tensor.is_floating_point():
+                    torch.nn.init.normal_(tensor, mean=1.0 if "norm" in name else 0.0, std=0.3)
+            if heads.draft_ids is not None:
+                heads.draft_ids.copy_(draft_ids)
     return heads.eval().bind(base.embedding, base.output_matrix)

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "recurrent on qwen3, EAGLE-3.1": ("qwen3", "recurrent", {"eagle31_norms": True}),
     "recurrent on gemma3, which slides": ("gemma3", "recurrent", {"draft_ids": VOCABULARY}),
     "sequential, MiMo's order": ("qwen2", "sequential", {"concat_order": "hidden_embed", "draft_ids": VOCABULARY}),
+    "medusa, an output each": ("llama", "medusa", {"own_output": "each", "draft_ids": VOCABULARY}),
+    "recurrent, own output": ("llama", "recurrent", {"own_output": "one"}),
     "hydra of two layers": ("llama", "hydra", {"num_layers": 2, "draft_ids": VOCABULARY}),
     "medusa of two layers": ("llama", "medusa", {"num_layers": 2, "feature_layers": (2,)}),
 }

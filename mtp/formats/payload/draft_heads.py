@@ -128,7 +128,8 @@ class DraftHeads:
         self.config, self.kind, self.size = config, str(config["kind"]), int(config["hidden_size"])
         self.weights = Weights(config["block"], tensors)
         self.embedding = embedding
-        self.output_rows = output_matrix if self.draft_ids is None else output_matrix[self.draft_ids]
+        rows = output_matrix if self.draft_ids is None else output_matrix[self.draft_ids]
+        self.output_rows = tensors.pop("output_rows", rows)  # [Vd, D], or [K, Vd, D] with one per draft position
         self.features = embedding.new_zeros(0, self.size * len(config["feature_layers"]))
         self.tokens = torch.zeros(0, dtype=torch.long, device=embedding.device)  # the token after each anchor
         depths = int(config["draft_length"])
@@ -166,7 +167,8 @@ class DraftHeads:
         """Logits [Vd] of draft position k = 1, 2, …, asked in order; drafts [k - 1] are those of this draft."""
         after = {"medusa": self._medusa, "hydra": self._hydra, "parallel": self._parallel}
         after |= {"recurrent": self._recurrent, "sequential": self._sequential}
-        return F.linear(after[self.kind](k, drafts), self.output_rows)
+        rows = self.output_rows if self.output_rows.dim() == 2 else self.output_rows[k - 1]
+        return F.linear(after[self.kind](k, drafts), rows)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embedding)

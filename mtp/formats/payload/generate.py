@@ -94,7 +94,7 @@ def _named_by_caller() -> str | None:
     frame = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("custom_generate"), str):
         frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else frame.f_locals["custom_generate"]
+    return None if frame is None else str(frame.f_locals["custom_generate"])
 
 
 def _folder(heads: str | None) -> Path:
@@ -252,7 +252,8 @@ class Run:
         if min_p > 0:
             bar = scores.amax(-1, keepdim=True) + math.log(min_p)
             scores = scores.masked_fill(scores < bar, -math.inf)
-        return scores.softmax(-1)
+        found: Tensor = scores.softmax(-1)
+        return found
 
     def judge(self, drafts: Tensor, q: Tensor, p: Tensor) -> tuple[int, Tensor]:
         """How many of drafts [K] stay, and the token [] after them: q [K, V], p [K + 1, V]."""
