@@ -16,7 +16,7 @@ from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
-from mtp.formats.imports import READERS, import_heads
+from mtp.formats.imports import IN_BASE, READERS, import_from_base, import_heads
 from mtp.hub import find_heads, read_config, save_heads
 
 ABOUT_IMPORT = "Read heads that were made elsewhere; they are compared with what the other software computes first."
@@ -62,11 +62,11 @@ def add_import_arguments(parser: ArgumentParser) -> None:
     """The options of `mtp-decode import`."""
     add = parser.add_argument
     add("--input", type=Path | None, help="the folder to read")
-    add("--format", type=str, help=", ".join(READERS))
+    add("--format", type=str, help=", ".join((*READERS, f"{IN_BASE} (modules that the base's checkpoint ships)")))
     add("--base", type=str, help="the base that the heads were trained for")
     add("--output", type=Path | None, help="the folder to write, for --heads of the other commands")
     add("--overwrite", action="store_true", help="replace what stands there")
-    add("--draft-length", type=int | None, help="K of EAGLE-3 heads, which can draft any number (default: 4)")
+    add("--draft-length", type=int | None, help="K of EAGLE-3 heads (default: 4); how many modules in the base (1)")
     add("--feature-layers", type=int, nargs="+", default=[], help="of EAGLE-3 heads, where the folder leaves it open")
     add("--revision", type=str, help="revision of a base on the Hub")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
@@ -75,11 +75,13 @@ def add_import_arguments(parser: ArgumentParser) -> None:
 
 def run_import(options: Namespace) -> None:
     """`mtp-decode import`."""
-    for name in ("input", "format", "base", "output"):
+    if options.format == IN_BASE and (options.input is not None or options.feature_layers):
+        raise UserError(f"--format is {IN_BASE}, which reads the base itself; leave out --input and --feature-layers.")
+    for name in ("format", "base", "output") if options.format == IN_BASE else ("input", "format", "base", "output"):
         if options[name] is None:
             raise UserError(
                 f"--{name} is missing; use --input FOLDER --format NAME --base BASE --output FOLDER (formats: "
-                f"{', '.join(READERS)})."
+                f"{', '.join((*READERS, IN_BASE))}; the last has no --input)."
             )
     check_free(options.output, options.overwrite)
     base = FrozenBase.from_pretrained(
@@ -91,8 +93,11 @@ def run_import(options: Namespace) -> None:
         home=default_home(os.environ),
         on_progress=lambda text: print(text, file=sys.stderr),
     )
-    layers = tuple(options.feature_layers) or None
-    heads = import_heads(options.input, options.format, base, draft_length=options.draft_length, feature_layers=layers)
+    if options.format == IN_BASE:
+        heads = import_from_base(base, options.draft_length)
+    else:
+        layers, k = tuple(options.feature_layers) or None, options.draft_length
+        heads = import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
     save_heads(heads, options.output)
     told = "" if heads.config.own_output == "none" else ", with output rows of their own"
     print(

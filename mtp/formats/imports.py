@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtp.base import FrozenBase
-from mtp.config import BaseRef, BlockShape, HeadsConfig, OwnOutput
+from mtp.config import BaseRef, BlockShape, HeadsConfig, HeadsOptions, OwnOutput
 from mtp.errors import UserError
 from mtp.formats.eagle3 import PLACES
 from mtp.formats.eagle3_reader import AUX_LAYERS, Eagle3Reader, read_eagle3, read_speculators
@@ -26,6 +26,7 @@ from mtp.formats.interface import Lent
 from mtp.formats.medusa_reader import MedusaReader, read_original, read_vllm
 from mtp.heads import Heads, build_heads
 from mtp.heads.blocks import frequencies
+from mtp.initialise import new_heads
 from mtp.vocab import vocab_hash
 
 _Read = Callable[[Path, str], Eagle3Reader | MedusaReader]
@@ -35,7 +36,9 @@ READERS: dict[str, _Read] = {
     "vllm-medusa": read_vllm,
     "medusa": read_original,
 }
-"""The formats that can be read, by name."""
+"""The formats that can be read from a folder, by name."""
+IN_BASE = "in-base"
+"""Names the modules of a base's own checkpoint, among formats."""
 _WORDS = 48  # tokens that the base writes, on which halves are told apart
 _LIKELIER, _MARGIN = 1.5, 0.1
 
@@ -55,7 +58,7 @@ def import_heads(
     an unknown format, a folder that is not whole, another base, and halves that are evidently exchanged.
     """
     if format_name not in READERS:
-        raise UserError(f"--format is {format_name!r}; folders can be imported from {', '.join(READERS)}.")
+        raise UserError(f"--format is {format_name!r}; allowed are {', '.join((*READERS, IN_BASE))}.")
     reader = READERS[format_name](folder, "--input")
     if isinstance(reader, MedusaReader):
         for name, value in (("draft-length", draft_length), ("feature-layers", feature_layers)):
@@ -70,6 +73,16 @@ def import_heads(
     if isinstance(reader, Eagle3Reader):
         _check_halves(heads, base, folder)
     return heads
+
+
+def import_from_base(base: FrozenBase, draft_length: int | None = None) -> Heads:
+    """Sequential heads made of the modules that the base's own checkpoint ships (see `mtp.shipped`), bound.
+
+    draft_length: how many of them, from the first; None is one, which is what most bases ship. They are what
+    `heads.init: shipped` begins training with. UserError where the base ships fewer, or modules of another kind.
+    """
+    count = 1 if draft_length is None else draft_length
+    return new_heads(HeadsOptions(kind="sequential", draft_length=count, init="shipped"), base)
 
 
 def _medusa(reader: MedusaReader, base: FrozenBase, folder: Path) -> Heads:

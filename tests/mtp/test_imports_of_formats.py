@@ -1,4 +1,4 @@
-"""Foreign folders as heads of ours: what was exported comes back bit by bit, and what does not fit is refused by name."""
+"""Foreign folders as heads of ours: what was exported comes back bit by bit, what does not fit is refused by name."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,7 @@ from mtp.formats.tensors import CONFIG
 from mtp.hub import find_heads, load_heads, save_heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
 from tests.mtp.test_formats import CASES, made, weights
+from tests.mtp.test_shipped import with_modules
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -148,7 +149,7 @@ def test_options_that_do_not_apply(base: FrozenBase, tmp_path: Path) -> None:
     folder = export(heads_on(base, "medusa"), base, "medusa", tmp_path / "out").folder
     with pytest.raises(UserError, match="--draft-length is 2, which medusa heads do not leave open"):
         import_heads(folder, "medusa", base, draft_length=2)
-    with pytest.raises(UserError, match="folders can be imported from eagle3, speculators"):
+    with pytest.raises(UserError, match="--format is 'custom_generate'; allowed are eagle3, speculators"):
         import_heads(folder, "custom_generate", base)
     assert "custom_generate" not in READERS
 
@@ -168,3 +169,19 @@ def test_the_command(base: FrozenBase, tmp_path: Path, capsys: pytest.CaptureFix
         place = given.index(missing)
         assert main([*given[:place], *given[place + 2 :]]) == 2
         assert f"{missing} is missing" in capsys.readouterr().err
+
+
+def test_modules_in_the_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, source = with_modules(tmp_path, 2)
+    args = ["import", "--format", "in-base", "--base", base.name, "--output", str(tmp_path / "heads")]
+    assert main([*args, "--draft-length", "2"]) == 0
+    found = load_heads(tmp_path / "heads")
+    for place, tensor in source.state_dict().items():
+        assert torch.equal(tensor, found.state_dict()[place]), place
+    assert found.config.feature_layers == (base.num_layers,)
+    capsys.readouterr()
+    assert main([*args, "--overwrite", "--draft-length", "3"]) == 2
+    assert "ships 2 modules" in capsys.readouterr().err
+    assert main([*args, "--overwrite", "--input", str(tmp_path)]) == 2
+    assert "leave out --input" in capsys.readouterr().err
+    assert load_heads(tmp_path / "heads").config.draft_length == 2
