@@ -43,6 +43,11 @@ class Eagle3Reader:
     doubtful_ids: tuple[int, ...] | None
     """What stands inside `eagle_config` alone, where it is counted in two ways."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of lm_head in the file."""
+        return self.weights["lm_head.weight"].dtype
+
     def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
         """See `mtp.formats.interface.Reader`."""
         hidden = self._linear("fc", self._fused(features))  # [T,D]

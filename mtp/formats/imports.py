@@ -67,9 +67,10 @@ def import_heads(
         heads = _medusa(reader, base, folder)
     else:
         heads = _recurrent(reader, base, folder, 4 if draft_length is None else draft_length, feature_layers)
-    lent = Lent(base.embedding.cpu().float(), base.output_matrix.cpu().float())
-    heads.float().eval().bind(lent.embedding, lent.output_matrix)
-    compare(reader, heads, base, lent)
+    # Where the rows are the base's own, the folder may hold them rounded; so they are for the comparison.
+    lent = Lent(base.embedding.cpu().float(), base.output_matrix.cpu().to(reader.dtype).float())
+    compare(reader, heads.float().eval().bind(lent.embedding, lent.output_matrix), base, lent)
+    heads.bind(lent.embedding, base.output_matrix.cpu().float())
     if isinstance(reader, Eagle3Reader):
         _check_halves(heads, base, folder)
     return heads

@@ -33,6 +33,11 @@ class MedusaReader:
     token_map: Tensor | None
     vocab_size: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the output matrices in the file."""
+        return self.outputs[0].dtype
+
     def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
         """See `mtp.formats.interface.Reader`. Medusa looks at the last anchor only, and at no token."""
         rows = []

@@ -83,6 +83,18 @@ def test_rotary_scaling_comes_along(tmp_path: Path) -> None:
     assert other.config.block.rope_frequencies is None
 
 
+@pytest.mark.parametrize("case", ["vllm-medusa", "medusa, an output each", "eagle3, EAGLE-3.1", "speculators"])
+def test_numbers_in_16_bits(case: str, base: FrozenBase, tmp_path: Path) -> None:
+    """Rounded output rows are still known as the base's; the rest comes back as it was rounded."""
+    name, heads = made(case, base)
+    folder = export(heads, base, name, tmp_path / "out", dtype="bfloat16").folder
+    found = import_heads(folder, name, base)
+    assert found.config.own_output == heads.config.own_output
+    for place, tensor in heads.state_dict().items():
+        rounded = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+        assert torch.equal(rounded, found.state_dict()[place]), place
+
+
 def test_output_rows_of_their_own(base: FrozenBase, tmp_path: Path) -> None:
     folder = export(heads_on(base, "recurrent", VOCABULARY), base, "eagle3", tmp_path / "out").folder
     rows = torch.randn(len(VOCABULARY), base.hidden_size)
