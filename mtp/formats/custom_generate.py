@@ -97,7 +97,8 @@ model.generate(**tokenizer("Why is the sky blue?", return_tensors="pt"), max_new
 
 One text at a time. `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `max_new_tokens` and `eos_token_id` are
 honoured, any other setting that would change the text is refused; `seed` and `draft_length` (at most {k}) may be
-given. The text is distributed exactly as the model's own. Read the code in `custom_generate/` before you trust it.""",
+given. Defaults are transformers' own (`top_k` is 50 when sampling). The text is distributed exactly as the model's
+own. Read the code in `custom_generate/` before you trust it.""",
     fault=_fault,
     content=_content,
     read=read_custom,

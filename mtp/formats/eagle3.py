@@ -50,7 +50,6 @@ _LLAMA: dict[str, Any] = {
     "qk_norm": False,
     "parallel_residual": False,
 }
-_VERIFIER_LIMIT = 2**31 - 1
 
 
 def fault(heads: Heads, base: FrozenBase) -> str | None:
@@ -106,7 +105,7 @@ def _llama(heads: Heads, base: FrozenBase) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
-        "max_position_embeddings": min(base.context_length, _VERIFIER_LIMIT),
+        "max_position_embeddings": base.context_length,
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,

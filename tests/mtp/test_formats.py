@@ -35,7 +35,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle3, EAGLE-3.1": ("eagle3", "recurrent", {"eagle31_norms": True, "draft_ids": VOCABULARY}),
     "speculators": ("speculators", "recurrent", {"draft_ids": VOCABULARY}),
 }
-STRICT = ["vllm-medusa, draft vocabulary", "medusa", "eagle3, EAGLE-3.1", "speculators"]
+STRICT_TOO = {"custom_generate": ("custom_generate", "recurrent", {"draft_ids": VOCABULARY, "own_output": "one"})}
+STRICT = ["vllm-medusa, draft vocabulary", "medusa", "eagle3, EAGLE-3.1", "speculators", *STRICT_TOO]
 OPTIONAL = {"t2d"}
 
 
@@ -45,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> FrozenBase:
 
 
 def made(case: str, base: FrozenBase) -> tuple[str, Heads]:
-    name, kind, fields = CASES[case]
+    name, kind, fields = (CASES | STRICT_TOO)[case]
     return name, heads_on(base, kind, **fields)
 
 
