@@ -15,7 +15,7 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from decode import lab
+from decode import export_cli, lab
 from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals, describe, settings_report
 from decode.bench_picture import check_plot, draw
 from decode.check import NUM_FINDINGS, check
@@ -105,6 +105,12 @@ def build_parser() -> ArgumentParser:
     laboratory = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=lab.ABOUT)
     lab.add_arguments(laboratory)
     commands.add_subcommand("lab", laboratory, help="see what each acceptance rule does to the distribution")
+    exporter = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT)
+    export_cli.add_arguments(exporter)
+    commands.add_subcommand("export", exporter, help="write heads for vLLM, SGLang and others")
+    importer = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT_IMPORT)
+    export_cli.add_import_arguments(importer)
+    commands.add_subcommand("import", importer, help="read heads made for vLLM, SGLang and others")
     return parser
 
 
@@ -249,6 +255,8 @@ COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
     "bench": run_bench,
     "check": run_check,
     "lab": lab.run,
+    "export": export_cli.run,
+    "import": export_cli.run_import,
 }
 
 

@@ -19,6 +19,7 @@ from mtp.errors import UserError
 Kind = Literal["medusa", "recurrent", "sequential", "parallel", "hydra"]
 Order = Literal["embed_hidden", "hidden_embed"]
 Init = Literal["random", "base", "shipped"]
+OwnOutput = Literal["none", "one", "each"]
 FORMAT_VERSION = 1
 
 WITH_BLOCK: tuple[Kind, ...] = ("recurrent", "sequential", "parallel")
@@ -164,6 +165,8 @@ class HeadsConfig(HeadsOptions):
         draft_vocab_hash: SHA-256 of the draft vocabulary's ids; null when the heads propose from the whole vocabulary.
         block: sizes and type of the block (kinds with a block only).
         base: the base the heads belong to.
+        own_output: whether heads bring output rows of their own in place of the base's, as imported ones may: `one`
+            matrix for all draft positions, or one for `each` (`medusa` only). They are not trained.
         format_version: of this file format.
     """
 
@@ -172,6 +175,7 @@ class HeadsConfig(HeadsOptions):
     base: BaseRef
     draft_vocab_hash: str | None = None
     block: BlockShape | None = None
+    own_output: OwnOutput = "none"
     format_version: int = FORMAT_VERSION
     feature_layers: tuple[int, ...] = field(default=())
 
@@ -187,6 +191,8 @@ class HeadsConfig(HeadsOptions):
             raise UserError(f"kind is {self.kind}, which goes with {'a' if self.block is None else 'no'} block.")
         if self.kind != "recurrent" and len(self.feature_layers) != 1:
             raise UserError(f"feature_layers is {list(self.feature_layers)}; {self.kind} heads read one layer.")
+        if self.own_output == "each" and self.kind != "medusa":
+            raise UserError(f"own_output is each, which {self.kind} heads do not have; only medusa heads do.")
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft_vocab_size is {self.draft_vocab_size}, more than the base's vocabulary of {self.vocab_size}; "

@@ -58,7 +58,7 @@ def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | 
 
 def replace_folder(new: Path, folder: Path) -> None:
     """Put `new` in the place of `folder`. The old one stays readable as `<folder>.old` until the new one stands."""
-    for file in new.iterdir():
+    for file in (path for path in new.rglob("*") if path.is_file()):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     old = folder.with_name(folder.name + ".old")

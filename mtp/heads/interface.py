@@ -67,10 +67,12 @@ class Heads(UsesKernels, nn.Module, ABC):
 
     Parameters are the trained part only. The base's input embedding and output matrix are lent by `bind` and are
     neither parameters nor part of the saved weights. `draft_ids` [Vd] maps draft ids to base ids; None is the whole
-    vocabulary.
+    vocabulary. `output_rows` [Vd,D], or [K,Vd,D] with one matrix per draft position, take the place of the base's where
+    `config.own_output` says so; they are saved and not trained.
     """
 
     draft_ids: Tensor | None
+    output_rows: Tensor | None
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -78,6 +80,8 @@ class Heads(UsesKernels, nn.Module, ABC):
         # -1 is no token: heads whose vocabulary was never loaded fail in bind() instead of proposing token 0.
         ids = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
         self.register_buffer("draft_ids", ids)
+        shape = (config.draft_length,) * (config.own_output == "each") + (config.proposals, config.hidden_size)
+        self.register_buffer("output_rows", None if config.own_output == "none" else torch.zeros(shape))
         self._embedding: Tensor | None = None
         self._output_rows: Tensor | None = None
 
@@ -94,18 +98,32 @@ class Heads(UsesKernels, nn.Module, ABC):
             raise ValueError("the draft vocabulary is not set or has ids outside the base's vocabulary")
         self._embedding = embedding.detach()
         rows = output_matrix.detach()
-        self._output_rows = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)].contiguous()
+        if self.draft_ids is not None:
+            rows = rows[self.draft_ids.to(rows.device)].contiguous()
+        self._output_rows = rows if self.output_rows is None else self.output_rows
         return self
+
+    @property
+    def proposal_rows(self) -> Tensor:
+        """What logits are made with: output rows [Vd,D] for all draft positions, or [K,Vd,D]."""
+        assert self._output_rows is not None, "bind() the heads to their base first"
+        return self._output_rows
 
     def embed(self, tokens: Tensor) -> Tensor:
         """e(x): the base's input embedding of `tokens` [...], as [...,D] in the heads' precision."""
         assert self._embedding is not None, "bind() the heads to their base first"
         return nn.functional.embedding(tokens, self._embedding).to(self.precision)
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """Logits [...,Vd] of hidden states [...,D], over the draft vocabulary only."""
-        assert self._output_rows is not None, "bind() the heads to their base first"
-        rows = self._output_rows.to(hidden.dtype)
+    def project(self, hidden: Tensor, k: int | None = None) -> Tensor:
+        """Logits [...,Vd] of hidden states [...,D], over the draft vocabulary only.
+
+        Where each draft position has its own matrix, states are of position k = 1…K, or of all of them, [...,K,D].
+        """
+        rows = self.proposal_rows.to(hidden.dtype)
+        if rows.dim() == 3:
+            if k is None:
+                return torch.einsum("...kd,kvd->...kv", hidden, rows)
+            rows = rows[k - 1]
         if self.kernels is None:
             return nn.functional.linear(hidden, rows)
         return project(hidden, rows, None, self.kernels)

@@ -64,4 +64,4 @@ class MedusaHeads(Heads):
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
         assert isinstance(state, MedusaState)
         assert state.features is not None, "ingest() at least one anchor before drafting"
-        return self.project(self.heads[k - 1](state.features))
+        return self.project(self.heads[k - 1](state.features), k)

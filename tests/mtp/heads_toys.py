@@ -29,6 +29,8 @@ GPT2 = replace(NEOX, activation="gelu_tanh", parallel_residual=False, rope_frequ
 KINDS: tuple[str, ...] = get_args(Kind)
 VARIANTS: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in KINDS} | {
     "hydra of two layers": {"kind": "hydra", "num_layers": 2},
+    "medusa, an output each": {"kind": "medusa", "own_output": "each"},
+    "recurrent, own output": {"kind": "recurrent", "own_output": "one"},
     "recurrent, EAGLE-3.1": {"kind": "recurrent", "eagle31_norms": True},
     "recurrent, Qwen3": {"kind": "recurrent", "block": QWEN3},
     "recurrent, GPT-NeoX, EAGLE-3.1": {"kind": "recurrent", "block": NEOX, "eagle31_norms": True},
@@ -60,8 +62,9 @@ def toy_heads(kind: str, draft_ids: Tensor | None = None, seed: int = 0, **field
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         heads = build_heads(toy_config(kind, draft_ids, **fields)).double()
-        for parameter in heads.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+        for tensor in heads.state_dict().values():
+            if tensor.is_floating_point():
+                torch.nn.init.normal_(tensor, std=0.3)
         if heads.draft_ids is not None:
             heads.draft_ids.copy_(draft_ids)
         return heads.bind(torch.randn(V, D).double(), torch.randn(V, D).double())

@@ -1,0 +1,130 @@
+"""`mtp-decode export` and `mtp-decode import`: heads in the layout of other software, and back.
+
+Knows: the options, and how to tell what was written. Refuses to know: any format (`mtp.formats`).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from decode.decoder import Decoder
+from decode.report import as_json
+from mtp.base import FrozenBase
+from mtp.embedded import default_home
+from mtp.errors import UserError
+from mtp.formats.catalogue import FORMATS
+from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
+from mtp.formats.imports import IN_BASE, READERS, import_from_base, import_heads
+from mtp.hub import find_heads, read_config, save_heads
+
+ABOUT_IMPORT = "Read heads that were made elsewhere; they are compared with what the other software computes first."
+ABOUT = "Write heads as vLLM, SGLang and others load them; what is written is read again and compared first."
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `mtp-decode export`."""
+    add = parser.add_argument
+    add("--heads", type=str, help="folder of trained heads, or smollm2-135m")
+    add("--format", type=str, help=", ".join(FORMATS))
+    add("--output", type=Path | None, help="the folder to write")
+    add("--overwrite", action="store_true", help="replace what stands there")
+    add("--dtype", type=str, default="float32", help=f"of the numbers in the file: {', '.join(DTYPES)}")
+    add("--base", type=str, help="the base, if not found by the name in the heads' config")
+    add("--revision", type=str, help="revision of a base on the Hub")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
+    add("--json", action="store_true", help="the last line of stdout is one JSON document")
+
+
+def run(options: Namespace) -> None:
+    """`mtp-decode export`."""
+    for name in ("heads", "format", "output"):
+        if options[name] is None:
+            raise UserError(f"--{name} is missing; use --heads FOLDER --format NAME --output FOLDER.")
+    find_format(options.format)
+    check_dtype(options.dtype)
+    check_free(options.output, options.overwrite)
+    decoder = _decoder(options)
+    assert decoder.heads is not None
+    done = export(
+        decoder.heads, decoder.base, options.format, options.output, dtype=options.dtype, overwrite=options.overwrite
+    )
+    told = f"{done.compared:,} logits compared with the heads', largest difference {done.worst:.1e}"
+    print(f"written: {done.folder} ({done.size / 1e6:.1f} MB, {options.format}); {told}", file=sys.stderr)
+    if options.json:
+        document = {"format": options.format, "dtype": options.dtype, **vars(done), "folder": str(done.folder)}
+        print(as_json(document), flush=True)
+
+
+def add_import_arguments(parser: ArgumentParser) -> None:
+    """The options of `mtp-decode import`."""
+    add = parser.add_argument
+    add("--input", type=Path | None, help="the folder to read")
+    add("--format", type=str, help=", ".join((*READERS, f"{IN_BASE} (modules that the base's checkpoint ships)")))
+    add("--base", type=str, help="the base that the heads were trained for")
+    add("--output", type=Path | None, help="the folder to write, for --heads of the other commands")
+    add("--overwrite", action="store_true", help="replace what stands there")
+    add("--draft-length", type=int | None, help="K of EAGLE-3 heads (default: 4); how many modules in the base (1)")
+    add("--feature-layers", type=int, nargs="+", default=[], help="of EAGLE-3 heads, where the folder leaves it open")
+    add("--revision", type=str, help="revision of a base on the Hub")
+    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
+    add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
+
+
+def run_import(options: Namespace) -> None:
+    """`mtp-decode import`."""
+    if options.format == IN_BASE and (options.input is not None or options.feature_layers):
+        raise UserError(f"--format is {IN_BASE}, which reads the base itself; leave out --input and --feature-layers.")
+    for name in ("format", "base", "output") if options.format == IN_BASE else ("input", "format", "base", "output"):
+        if options[name] is None:
+            raise UserError(
+                f"--{name} is missing; use --input FOLDER --format NAME --base BASE --output FOLDER (formats: "
+                f"{', '.join((*READERS, IN_BASE))}; the last has no --input)."
+            )
+    check_free(options.output, options.overwrite)
+    base = FrozenBase.from_pretrained(
+        options.base,
+        revision=options.revision,
+        device=options.device,
+        dtype="float32",
+        trust_remote_code=options.trust_remote_code,
+        home=default_home(os.environ),
+        on_progress=lambda text: print(text, file=sys.stderr),
+    )
+    if options.format == IN_BASE:
+        heads = import_from_base(base, options.draft_length)
+    else:
+        layers, k = tuple(options.feature_layers) or None, options.draft_length
+        heads = import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
+    save_heads(heads, options.output)
+    told = "" if heads.config.own_output == "none" else ", with output rows of their own"
+    print(
+        f"written: {options.output} ({heads.config.kind} heads, K = {heads.config.draft_length}{told})", file=sys.stderr
+    )
+
+
+def _decoder(options: Namespace) -> Decoder:
+    """Heads and base in float32, as the comparison needs them."""
+    name = None if options.base is not None else read_config(find_heads(options.heads)).base.name
+    try:
+        return _load(options)
+    except UserError as error:
+        if name is None or f"base {name!r}" not in str(error):
+            raise
+        told = f"{error} The export needs the base that --heads {options.heads} name; name a copy of it with --base."
+        raise UserError(told) from error
+
+
+def _load(options: Namespace) -> Decoder:
+    return Decoder.from_pretrained(
+        options.heads,
+        options.base,
+        revision=options.revision,
+        device=options.device,
+        dtype="float32",
+        trust_remote_code=options.trust_remote_code,
+        compile="off",
+        on_progress=lambda text: print(text, file=sys.stderr),
+    )
