@@ -126,9 +126,15 @@ class _Batch:
     @torch.no_grad()
     def step(self) -> Progress:
         """One more token for every row."""
-        tokens = torch.tensor([row.ids[-1] for row in self.rows], device=self.base.device)[:, None]
+        tokens = torch.tensor([row.ids[-1] for row in self.rows], device=self.base.device)
+        kernels = self.base.kernels
+        if self.base.next_tokens is not None and kernels is not None and len(self.rows) in kernels.rows:
+            states = self.base.next_tokens(tokens, self.cache.past())
+            self.cache.advance(1)
+            return self._commit(self.rows, states)
+        mask = self.cache.mask(tokens.device)
         with fast_products(tokens), self._attention():
-            hidden = self.base.forward(tokens, cache=self.cache, attention_mask=self.cache.mask(tokens.device)).hidden
+            hidden = self.base.forward(tokens[:, None], cache=self.cache, attention_mask=mask).hidden
         return self._commit(self.rows, hidden[:, -1])
 
     def _attention(self) -> AbstractContextManager[object]:

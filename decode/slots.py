@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtp.cache import BaseCache, RollbackLayer
+from mtp.one_call import Past, Text
 
 SLACK = 128  # columns to grow into before all are moved: the copy is then below one per cent of the steps between
 
@@ -126,6 +127,14 @@ class SlotCache(BaseCache):
         """Which columns each text holds [R, T + 1], long; the last is the one that comes next, real for all."""
         columns = torch.arange(self.length + 1, device=device)
         return (columns >= self.length - torch.tensor(self.lengths, device=device)[:, None]).long()
+
+    def past(self) -> Past:
+        """What all texts hold, each to be lengthened by the column that comes next; `advance` must follow."""
+        buffers = [layer._buffers for layer in self.layers if layer._buffers is not None]
+        _, heads, capacity, size = buffers[0][0].shape
+        row, end = heads * capacity * size, self._window.end
+        texts = [Text(1, length, n * row + (end - length) * size) for n, length in enumerate(self.lengths)]
+        return Past(buffers, (capacity * size, size), texts)
 
     def advance(self, count: int) -> None:
         self._window.end += count

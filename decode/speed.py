@@ -48,9 +48,13 @@ def speed_up(base: FrozenBase, heads: Heads | None, mode: Compile, home: Path, s
     if heads is not None:
         use_kernels(heads, kernels, compacted=True)
     try:
-        base.steps = Stack.of(base, kernels).forward
+        stack = Stack.of(base, kernels)
     except Unreadable as fault:
         _without(mode, f"steps of base {base.name!r} run in transformers: {fault}", say)
+        return
+    base.steps = stack.forward
+    if stack.one_call is not None:
+        base.next_tokens = stack.next_tokens
 
 
 def _without(mode: Compile, what: str, say: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from mtp.loading import choose_device, load
 from mtp.output import OutputScale, project
 from mtp.packed import packed_positions, packing_fault
 from mtp.tree_mask import TreeMask, tree_fault
+
+if TYPE_CHECKING:
+    from mtp.one_call import Past
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed the argument in 5.24
 _CONTEXT_UNKNOWN = 2**31 - 1
@@ -48,6 +51,10 @@ Steps = Callable[[Tensor, BaseCache, Sequence[int], TreeMask | None], BaseOutput
 """As `FrozenBase.forward`: tokens [1, R], cache, feature layers and tree."""
 
 
+NextTokens = Callable[[Tensor, "Past"], Tensor]
+"""As `Stack.next_tokens`."""
+
+
 class FrozenBase:
     """A causal language model that is only ever read. Not an `nn.Module`: no parent module can train or save it."""
 
@@ -65,6 +72,7 @@ class FrozenBase:
         self._loaded_fingerprint: str | None = None
         self.kernels: Kernels | None = None  # for the logits of a few rows
         self.steps: Steps | None = None  # what runs over a few rows of one text; None is the model itself
+        self.next_tokens: NextTokens | None = None  # and over a token of each of several
         self.final_norm = probe(model, self._inner, self.logits, name)
 
     @classmethod

@@ -23,6 +23,17 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #define INLINE static inline __attribute__((always_inline))
 
+/* Holds a value in a register, where compilers would rather read it again for every use. */
+#if defined(__AVX512F__)
+#define KEEP(VALUE) __asm__("" : "+v"(VALUE))
+#elif defined(__SSE2__)
+#define KEEP(VALUE) __asm__("" : "+x"(VALUE))
+#elif defined(__aarch64__)
+#define KEEP(VALUE) __asm__("" : "+w"(VALUE))
+#else
+#define KEEP(VALUE)
+#endif
+
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t bits __attribute__((vector_size(4 * WIDTH)));
@@ -76,10 +87,12 @@ INLINE void dots(const int n, const int m, const int fetch, const int half, cons
         UNROLL for (int v = 0; v < m; v++) {
             long place = (at + v * apart) * w_stride + k;
             row[v] = read_vec(w, place, half);
+            KEEP(row[v]);
             if (fetch) __builtin_prefetch((const char *)w + (half ? 2 : 4) * place + 1024);
         }
         UNROLL for (int r = 0; r < n; r++) {
             vec one = *(const vec *)(x + r * d + k);
+            KEEP(one);
             UNROLL for (int v = 0; v < m; v++) sum[r][v] += row[v] * one;
         }
     }
@@ -107,24 +120,30 @@ static void few_rows(int n, const float *x, const void *w, int half, long begin,
     switch (n) { EACH(1) EACH(2) EACH(3) EACH(4) EACH(5) EACH(6) EACH(7) EACH(8) }
 }
 
+/* Four rows of x over the rows of w from `begin` to `end`: apart from `dots`, so that compilers find it simple. */
+#define TILE(NAME, HALF) \
+    static __attribute__((noinline)) void NAME(const float *x, const void *w, long begin, long end, long d, float *out, \
+                                               long stride) \
+    { \
+        long apart = (end - begin) / WIDE; \
+        for (long v = begin; v < begin + apart; v++) dots(4, WIDE, 0, HALF, x, w, v, apart, d, d, out, stride); \
+        for (long v = begin + WIDE * apart; v < end; v++) dots(4, 1, 0, HALF, x, w, v, 0, d, d, out, stride); \
+    }
+TILE(tile_of_floats, 0)
+TILE(tile_of_halves, 1)
+
 /* More rows than ROWS, which keep the processor busy longer than memory: four by four, so that all sums stay in
    registers, and a block of the matrix at a time, which then stays in a cache for all rows. */
 static void many_rows(int n, const float *x, const void *w, int half, long begin, long end, long d, float *out,
                       long stride)
 {
     for (long block = begin; block < end; block += BLOCK) {
-        long last = block + BLOCK < end ? block + BLOCK : end, apart = (last - block) / WIDE;
+        long last = block + BLOCK < end ? block + BLOCK : end;
         for (int r = 0; r < n; r += 4) {
             const float *some = x + r * d;
             float *to = out + r * stride;
             if (n - r < 4) few_rows(n - r, some, w, half, block, last, d, d, to, stride);
-            else if (half) {
-                for (long v = block; v < block + apart; v++) dots(4, WIDE, 0, 1, some, w, v, apart, d, d, to, stride);
-                few_rows(4, some, w, 1, block + WIDE * apart, last, d, d, to, stride);
-            } else {
-                for (long v = block; v < block + apart; v++) dots(4, WIDE, 0, 0, some, w, v, apart, d, d, to, stride);
-                few_rows(4, some, w, 0, block + WIDE * apart, last, d, d, to, stride);
-            }
+            else (half ? tile_of_halves : tile_of_floats)(some, w, block, last, d, to, stride);
         }
     }
 }
@@ -229,27 +248,42 @@ static void weigh(float *score, long places, float scale, const float *values, l
     }
 }
 
-/* visible [n, masked]: which of the last places, the rows' own included, a row sees; what is before them all see */
-struct rows { int n; long past; const float *cos, *sin; const unsigned char *visible; long masked; };
+/* Rows of one text, `first` the first of them, behind `past` places whose keys and values begin at `offset` of the
+   buffers. visible [n, masked]: which of the last places, the rows' own included, a row sees; all see what is before
+   these. NULL: each sees what is not behind it. */
+struct text { int first, n; long past, offset; };
+struct seen { const unsigned char *visible; long masked; };
 
-/* All queries of one key-value head over one chunk of places. queries [J, n, G, E]; partial [J, n, G, chunks, 2 + E] */
-static void attend_chunk(const struct layer *l, const struct shape *s, const struct rows *rows, long j, long chunk,
-                         long chunks, const float *queries, float *partial)
+static long chunks_of(const struct text *t)
 {
-    long group = s->heads / s->kv_heads, start = chunk * CHUNK, length = rows->past + rows->n;
-    long places = length - start < CHUNK ? length - start : CHUNK, from = j * s->head_stride + start * s->place_stride;
-    long shown = length - rows->masked;
+    return (t->past + t->n + CHUNK - 1) / CHUNK;
+}
+
+static int hidden_from(const struct text *t, const struct seen *seen, long row, long place)
+{
+    if (!seen->visible) return place > t->past + row;
+    long behind = place - (t->past + t->n - seen->masked);
+    return behind >= 0 && !seen->visible[row * seen->masked + behind];
+}
+
+/* All queries of one key-value head over one chunk of places. queries [J, n, G, E]; partial [J, n, G, most, 2 + E] */
+static void attend_chunk(const struct layer *l, const struct shape *s, const struct text *t, const struct seen *seen,
+                         long j, long chunk, long most, const float *queries, float *partial)
+{
+    long group = s->heads / s->kv_heads, start = chunk * CHUNK, length = t->past + t->n;
+    long places = length - start < CHUNK ? length - start : CHUNK;
+    long from = t->offset + j * s->head_stride + start * s->place_stride, masked = seen->visible ? seen->masked : t->n;
     float scores[ROWS * CHUNK], scale = 1.0f / __builtin_sqrtf(s->head);
-    for (long first = 0; first < rows->n * group; first += ROWS) {
-        int some = rows->n * group - first < ROWS ? rows->n * group - first : ROWS;
-        few_rows(some, queries + (j * rows->n * group + first) * s->head, l->keys + from, 0, 0, places, s->head,
+    for (long first = 0; first < t->n * group; first += ROWS) {
+        int some = t->n * group - first < ROWS ? t->n * group - first : ROWS;
+        few_rows(some, queries + (j * t->n * group + first) * s->head, l->keys + from, 0, 0, places, s->head,
                  s->place_stride, scores, CHUNK);
         for (int i = 0; i < some; i++) {
             long query = first + i, r = query / group;
-            for (long t = shown > start ? shown - start : 0; t < places; t++)
-                if (!rows->visible[r * rows->masked + start + t - shown]) scores[i * CHUNK + t] = -__builtin_inff();
+            for (long p = length - masked > start ? length - masked - start : 0; p < places; p++)
+                if (hidden_from(t, seen, r, start + p)) scores[i * CHUNK + p] = -__builtin_inff();
             weigh(scores + i * CHUNK, places, scale, l->values + from, s->place_stride, s->head,
-                  partial + ((j * rows->n * group + query) * chunks + chunk) * (2 + s->head));
+                  partial + ((j * t->n * group + query) * most + chunk) * (2 + s->head));
         }
     }
 }
@@ -270,19 +304,20 @@ static void combine(const float *partial, long chunks, long size, float *out)
     for (long e = 0; e < size; e++) out[e] /= sum;
 }
 
-/* This thread's share of putting projected heads in place: queries turned to [J, n, G, E], keys and values cached. */
-static void place_heads(const struct layer *l, const struct shape *s, const struct rows *rows, float *q, float *k,
-                        const float *v, float *queries, int thread, int threads)
+/* This thread's share of putting a text's projected heads in place: queries turned to [J, n, G, E], keys and values
+   cached. q, k, v, cos and sin begin at the text's first row. */
+static void place_heads(const struct layer *l, const struct shape *s, const struct text *t, const float *cos,
+                        const float *sin, float *q, float *k, const float *v, float *queries, int thread, int threads)
 {
     long group = s->heads / s->kv_heads;
-    for (long i = thread; i < rows->n * (s->heads + s->kv_heads); i += threads) {
+    for (long i = thread; i < t->n * (s->heads + s->kv_heads); i += threads) {
         long r = i / (s->heads + s->kv_heads), h = i % (s->heads + s->kv_heads), key = h - s->heads;
         float *one = key < 0 ? q + (r * s->heads + h) * s->head : k + (r * s->kv_heads + key) * s->head;
         const float *norm = key < 0 ? l->q_norm : l->k_norm;
         if (norm) rms_norm(1, s->head, one, norm, s->eps, one);
-        turn(one, rows->cos + r * s->rotated, rows->sin + r * s->rotated, s->rotated);
-        long at = key * s->head_stride + (rows->past + r) * s->place_stride;
-        float *to = key < 0 ? queries + ((h / group * rows->n + r) * group + h % group) * s->head : l->keys + at;
+        turn(one, cos + r * s->rotated, sin + r * s->rotated, s->rotated);
+        long at = t->offset + key * s->head_stride + (t->past + r) * s->place_stride;
+        float *to = key < 0 ? queries + ((h / group * t->n + r) * group + h % group) * s->head : l->keys + at;
         __builtin_memcpy(to, one, 4 * s->head);
         if (key >= 0) __builtin_memcpy(l->values + at, v + (r * s->kv_heads + key) * s->head, 4 * s->head);
     }
@@ -309,29 +344,58 @@ static void add_columns(float *out, const float *x, int n, long width, int threa
             out[r * width + i] += x[r * width + i];
 }
 
-/* Floats of scratch that `blocks` needs. */
-long scratch(const struct shape *s, int n, long past, int threads)
+static long most_chunks(const struct text *texts, int count)
 {
-    long chunks = (past + n + CHUNK - 1) / CHUNK;
-    return n * ((threads + 1) * s->hidden + (3 * s->heads + 2 * s->kv_heads) * s->head + 2 * s->inner)
-        + n * s->heads * chunks * (2 + s->head);
+    long most = 0;
+    for (int t = 0; t < count; t++) most = chunks_of(texts + t) > most ? chunks_of(texts + t) : most;
+    return most;
 }
 
-#define WAIT _Pragma("omp barrier")
+/* Floats of scratch that `blocks` needs for n rows in all. */
+long scratch(const struct shape *s, int n, const struct text *texts, int count, int threads)
+{
+    return n * ((threads + 1) * s->hidden + (3 * s->heads + 2 * s->kv_heads) * s->head + 2 * s->inner)
+        + n * s->heads * most_chunks(texts, count) * (2 + s->head);
+}
+
+/* Attention of all texts: queries, keys and values as projected, to mixed [n, H E]. */
+static void attend(const struct layer *l, const struct shape *s, const struct text *texts, int count,
+                   const struct seen *seen, long most, const float *cos, const float *sin, float *q, float *k,
+                   const float *v, float *queries, float *partial, float *mixed, int me, int all)
+{
+    long wide = s->heads * s->head, narrow = s->kv_heads * s->head, group = s->heads / s->kv_heads, task = 0;
+    for (const struct text *t = texts; t < texts + count; t++)
+        place_heads(l, s, t, cos + t->first * s->rotated, sin + t->first * s->rotated, q + t->first * wide,
+                    k + t->first * narrow, v + t->first * narrow, queries + t->first * wide, me, all);
+    #pragma omp barrier
+    for (const struct text *t = texts; t < texts + count; t++)
+        for (long i = 0; i < s->kv_heads * chunks_of(t); i++)
+            if (task++ % all == me)
+                attend_chunk(l, s, t, seen, i / chunks_of(t), i % chunks_of(t), most, queries + t->first * wide,
+                             partial + t->first * s->heads * most * (2 + s->head));
+    #pragma omp barrier
+    for (const struct text *t = texts; t < texts + count; t++)
+        for (long one = 0; one < t->n * s->heads; one++) {
+            if (task++ % all != me) continue;
+            long r = one / s->heads, h = one % s->heads, query = (h / group * t->n + r) * group + h % group;
+            combine(partial + (t->first * s->heads + query) * most * (2 + s->head), chunks_of(t), s->head,
+                    mixed + (t->first * s->heads + one) * s->head);
+        }
+}
 
 /* states [layers + 1, n, D]: the first is given, each block reads one and writes the next. inputs [n, width of q]: what
    the only block's attention reads instead of its normalised state; else NULL. cos, sin [n, rotated]: as in
-   `blocks.Turn`. visible [n, masked]: as in `rows`. */
-void blocks(const struct shape *s, const struct layer *layers, int count, int n, long past, const float *inputs,
-            const float *cos, const float *sin, const unsigned char *visible, long masked, float *states, float *scratch,
-            int threads)
+   `blocks.Turn`. visible [n, masked]: as in `text`, of a single one. */
+void blocks(const struct shape *s, const struct layer *layers, int count, int n, const struct text *texts,
+            int text_count, const float *inputs, const float *cos, const float *sin, const unsigned char *visible,
+            long masked, float *states, float *scratch, int threads)
 {
-    const struct rows rows = {n, past, cos, sin, visible, masked};
-    long chunks = (past + n + CHUNK - 1) / CHUNK, wide = s->heads * s->head, narrow = s->kv_heads * s->head;
-    long group = s->heads / s->kv_heads, size = n * s->hidden;
+    const struct seen seen = {visible, masked};
+    long most = most_chunks(texts, text_count), wide = s->heads * s->head, narrow = s->kv_heads * s->head;
+    long size = n * s->hidden;
     float *middle = scratch, *q = middle + size, *k = q + n * wide, *v = k + n * narrow, *queries = v + n * narrow;
     float *mixed = queries + n * wide, *inner = mixed + n * wide, *up = inner + n * s->inner;
-    float *partial = up + n * s->inner, *norms = partial + n * s->heads * chunks * (2 + s->head);
+    float *partial = up + n * s->inner, *norms = partial + n * s->heads * most * (2 + s->head);
     #pragma omp parallel num_threads(threads)
     {
         int me = omp_get_thread_num(), all = omp_get_num_threads();
@@ -343,29 +407,20 @@ void blocks(const struct shape *s, const struct layer *layers, int count, int n,
             part_of_product(&l->q, n, inputs ? inputs : norm, q, me, all);
             part_of_product(&l->k, n, inputs ? inputs : norm, k, me, all);
             part_of_product(&l->v, n, inputs ? inputs : norm, v, me, all);
-            WAIT
-            place_heads(l, s, &rows, q, k, v, queries, me, all);
-            WAIT
-            for (long task = me; task < s->kv_heads * chunks; task += all)
-                attend_chunk(l, s, &rows, task / chunks, task % chunks, chunks, queries, partial);
-            WAIT
-            for (long one = me; one < n * s->heads; one += all) {
-                long r = one / s->heads, h = one % s->heads;
-                long query = (h / group * n + r) * group + h % group;
-                combine(partial + query * chunks * (2 + s->head), chunks, s->head, mixed + one * s->head);
-            }
-            WAIT
+            #pragma omp barrier
+            attend(l, s, texts, text_count, &seen, most, cos, sin, q, k, v, queries, partial, mixed, me, all);
+            #pragma omp barrier
             part_of_product(&l->o, n, mixed, middle, me, all);
             add_columns(middle, state, n, s->hidden, me, all);
-            WAIT
+            #pragma omp barrier
             rms_norm(n, s->hidden, middle, l->mlp_norm, s->eps, norm);
             part_of_product(&l->gate, n, norm, inner, me, all);
             part_of_product(&l->up, n, norm, up, me, all);
             gate(inner, up, n, s->inner, me, all);
-            WAIT
+            #pragma omp barrier
             part_of_product(&l->down, n, inner, next, me, all);
             add_columns(next, middle, n, s->hidden, me, all);
-            WAIT
+            #pragma omp barrier
         }
     }
 }

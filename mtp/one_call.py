@@ -9,6 +9,7 @@ Shapes: n rows, D hidden, H query heads, J key-value heads, E head size, L block
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,10 @@ class _Layer(ctypes.Structure):
     _fields_ += [("keys", _POINTER), ("values", _POINTER)]
 
 
+class _Text(ctypes.Structure):
+    _fields_ = [("first", _INT), ("n", _INT), ("past", _LONG), ("offset", _LONG)]
+
+
 class _Shape(ctypes.Structure):
     _fields_ = [*((name, _LONG) for name in _SIZES), ("eps", ctypes.c_float)]
 
@@ -43,13 +48,22 @@ class Parts(Protocol):
 
 
 @dataclass(frozen=True)
+class Text:
+    """`rows` rows of one text, behind `length` places that begin at number `offset` of the buffers."""
+
+    rows: int
+    length: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Past:
-    """Buffers of keys and values for each block, of any layout whose heads and places are `strides` numbers apart. The
-    first `length` places are read, and as many as there are rows written behind them."""
+    """Buffers of keys and values for each block, of any layout whose heads and places are `strides` numbers apart; the
+    places of each text are read, and as many as it has rows are written behind them."""
 
     buffers: Sequence[tuple[Tensor, Tensor]]
     strides: tuple[int, int]
-    length: int
+    texts: Sequence[Text]
 
 
 class OneCall:
@@ -70,9 +84,11 @@ class OneCall:
         self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
         self._scratch = torch.empty(0)
         self._blocks, self._needed = kernels.library.blocks, kernels.library.scratch
-        self._needed.argtypes, self._needed.restype = [ctypes.POINTER(_Shape), _INT, _LONG, _INT], _LONG
+        texts = (ctypes.POINTER(_Text), _INT)
+        self._needed.argtypes = [ctypes.POINTER(_Shape), _INT, *texts, _INT]
+        self._needed.restype = _LONG
         self._blocks.argtypes = [
-            *(ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), _INT, _INT, _LONG),
+            *(ctypes.POINTER(_Shape), ctypes.POINTER(_Layer), _INT, _INT, *texts),
             *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT),
         ]
         self._blocks.restype = None
@@ -80,14 +96,17 @@ class OneCall:
     def run(
         self, hidden: Tensor, turn: Turn, past: Past, visible: Tensor | None = None, inputs: Tensor | None = None
     ) -> Tensor:
-        """States [L + 1, n, D]: what each block reads, and what the last one writes, for rows hidden [n, D].
+        """States [L + 1, n, D]: what each block reads, and what the last one writes, for rows hidden [n, D], text by
+        text.
 
-        turn: of their positions. visible [n, any] bool: which of the last places each row sees, the rows' own included,
-        besides all before these; None is those up to itself. inputs [n, any]: what attention reads of the only block,
-        in place of its normalised state.
+        turn: of their positions. visible [n, any] bool: which of the last places each row of the only text sees, the
+        rows' own included, besides all before these; None is those up to itself. inputs [n, any]: what attention reads
+        of the only block, in place of its normalised state.
         """
-        rows, threads = len(hidden), torch.get_num_threads()
-        seen = (_lower(rows) if visible is None else visible).to(torch.uint8).contiguous()
+        rows, threads, texts = len(hidden), torch.get_num_threads(), _texts(past.texts)
+        assert sum(text.rows for text in past.texts) == rows
+        assert visible is None or len(past.texts) == 1
+        seen = None if visible is None else visible.to(torch.uint8).contiguous()
         states = hidden.new_empty(len(self.blocks) + 1, *hidden.shape)
         states[0] = hidden
         cos, sin = turn.cos.contiguous(), turn.sin.contiguous()
@@ -96,19 +115,12 @@ class OneCall:
         self._shape.head_stride, self._shape.place_stride = past.strides
         for layer, (keys, values) in zip(self._layers, past.buffers, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        scratch = self._room(self._needed(self._shape, rows, past.length, threads))
-        places = [None if inputs is None else inputs.data_ptr(), cos.data_ptr(), sin.data_ptr(), seen.data_ptr()]
+        scratch = self._room(self._needed(self._shape, rows, texts, len(texts), threads))
         self._blocks(
-            self._shape,
-            self._layers,
-            len(self.blocks),
-            rows,
-            past.length,
-            *places,
-            seen.shape[1],
-            states.data_ptr(),
-            scratch.data_ptr(),
-            threads,
+            *(self._shape, self._layers, len(self.blocks), rows, texts, len(texts)),
+            *(_place(inputs), cos.data_ptr(), sin.data_ptr(), _place(seen)),
+            0 if seen is None else seen.shape[1],
+            *(states.data_ptr(), scratch.data_ptr(), threads),
         )
         return states
 
@@ -138,5 +150,12 @@ def _matrix(linear: Linear) -> Matrix:
     return Matrix.of(linear.weight if linear.compacted is None else linear.compacted, linear.bias)
 
 
-def _lower(rows: int) -> Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool).tril()
+def _texts(texts: Sequence[Text]) -> Any:
+    first = accumulate((text.rows for text in texts), initial=0)
+    return (_Text * len(texts))(
+        *(_Text(start, text.rows, text.length, text.offset) for start, text in zip(first, texts, strict=False))
+    )
+
+
+def _place(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

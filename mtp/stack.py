@@ -22,7 +22,7 @@ from mtp.heads.blocks import Block, Turn, add_mlp
 from mtp.kernels import Kernels
 from mtp.last_block import Unreadable, share_blocks, some_tokens
 from mtp.layers import RMSNorm, use_kernels
-from mtp.one_call import OneCall, Past, fits
+from mtp.one_call import OneCall, Past, Text, fits
 from mtp.tree_mask import TreeMask
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of transformers: those that no length of the text changes
@@ -87,8 +87,17 @@ class Stack:
         like = hidden.new_empty(1, shape.num_key_value_heads, 0, shape.head_dim)
         buffers = [kept.extend(hidden.shape[1], like) for kept in cache.layers]
         _, _, capacity, size = buffers[0][0].shape
-        past = Past(buffers, (capacity * size, size), cache.length)
+        past = Past(buffers, (capacity * size, size), [Text(hidden.shape[1], cache.length)])
         return list(one_call.run(hidden[0], turn, past, None if tree is None else tree.visible).unsqueeze(1))
+
+    @torch.no_grad()
+    def next_tokens(self, tokens: Tensor, past: Past) -> Tensor:
+        """States [N, D] after the final norm of one new token [N] for each of several texts, in one call."""
+        assert self.one_call is not None, "there are no kernels for these blocks"
+        positions = torch.tensor([[text.length for text in past.texts]])
+        turn = self.blocks[0].attention.turn(positions, self.base.dtype)
+        hidden: Tensor = self.norm(self.one_call.run(F.embedding(tokens, self.base.embedding), turn, past)[-1])
+        return hidden
 
     def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:
         """What is added to the scores of the G R queries of a key-value head [R * G, T]; None for a single row."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from decode.prompts import read_prompts
+from decode.speed import speed_up
 from decode.text import Prompt
 from mtp.base import FrozenBase
 from mtp.embedded import EMBEDDED, default_home, ensure_embedded
@@ -83,6 +84,8 @@ def run_regenerate(arguments: list[str]) -> None:
     )
     # vLLM holds the weights itself; here they only tell what the base is, and leave it the accelerator.
     base = load_base(named, "cpu" if options.engine == "vllm" else options.device, console)
+    if options.engine == "mtp":
+        speed_up(base, None, "auto", default_home(os.environ), lambda said: console.print(said, highlight=False))
     if options.compare_generate is not None:
         _compare(base, prompts, options, console)
     else:

@@ -24,7 +24,7 @@ from mtp.heads.blocks import Attention, KeyValues, Mlp, add_mlp, make_norm
 from mtp.heads.interface import Heads, Layout, State
 from mtp.kernels import MOST_ROWS
 from mtp.layers import Linear
-from mtp.one_call import OneCall, Past, fits
+from mtp.one_call import OneCall, Past, Text, fits
 from mtp.targets import draft_inputs, take_anchors
 
 
@@ -213,6 +213,7 @@ class RecurrentHeads(Heads):
         shape = self.attention.shape
         like = inputs.new_empty(1, 0, shape.num_key_value_heads, shape.head_dim)
         buffers = state.cache.reserve(len(inputs), start, like)
-        past = Past([buffers], (shape.head_dim, shape.num_key_value_heads * shape.head_dim), start)
+        strides = shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        past = Past([buffers], strides, [Text(len(inputs), start)])
         after = self._one_call.run(hidden, self.attention.turn(positions, inputs.dtype), past, visible, inputs)[-1]
         return self._normalised(after) if self.config.eagle31_norms else after

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mtp import kernels as module
 from mtp.config import BlockShape
-from mtp.heads.blocks import Block, KeyValues
+from mtp.heads.blocks import Block, KeyValues, Turn
 from mtp.kernels import MOST_ROWS, Kernels, build
 from mtp.layers import use_kernels
-from mtp.one_call import OneCall, Past, fits
+from mtp.one_call import OneCall, Past, Text, fits
 from tests.mtp.test_kernels import ALL, PROCESSORS
 
 SIZE = 24
@@ -69,6 +69,11 @@ def buffers_of(blocks: list[Block], capacity: int, past: list[KeyValues], length
     return made
 
 
+def empty(blocks: list[Block], rows: int) -> Past:
+    shape = blocks[0].attention.shape
+    return Past(buffers_of(blocks, rows, [KeyValues()], 0), strides(shape), [Text(rows, 0)])
+
+
 def strides(shape: BlockShape) -> tuple[int, int]:
     return shape.head_dim, shape.num_key_value_heads * shape.head_dim
 
@@ -109,11 +114,11 @@ def test_rows_behind_a_text(
     torch.set_num_threads(threads)
     try:
         turn = blocks[0].attention.turn(torch.arange(length, length + rows)[None], torch.float32)
-        found = one_call.run(hidden[length:], turn, Past(buffers, strides(shape), length))
+        found = one_call.run(hidden[length:], turn, Past(buffers, strides(shape), [Text(rows, length)]))
         again, alone = buffers_of(blocks, length + rows + 5, reference.caches, length), []
         for row in range(length, length + rows):
             turn = blocks[0].attention.turn(torch.tensor([[row]]), torch.float32)
-            alone.append(one_call.run(hidden[row : row + 1], turn, Past(again, strides(shape), row)))
+            alone.append(one_call.run(hidden[row : row + 1], turn, Past(again, strides(shape), [Text(1, row)])))
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
@@ -130,7 +135,7 @@ def test_rows_of_a_tree_see_their_ancestors_only(kernels: Kernels) -> None:
     one_call, hidden = OneCall(kernels, [block], SIZE), torch.randn(4, SIZE)
     visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
     turn = block.attention.turn(torch.tensor([[0, 1, 1, 2]]), torch.float32)
-    found = one_call.run(hidden, turn, Past(buffers_of([block], 4, [KeyValues()], 0), strides(SHAPE), 0), visible)
+    found = one_call.run(hidden, turn, empty([block], 4), visible)
     for path in ([0, 1], [0, 2, 3]):
         wanted = Reference([block]).rows(hidden[path])
         torch.testing.assert_close(found[:, path], wanted, atol=1e-5, rtol=1e-4)
@@ -141,9 +146,9 @@ def test_what_is_no_number_stays_in_its_row(kernels: Kernels) -> None:
     [block] = blocks_of(SHAPE, 1, 0, half=False)
     one_call, hidden = OneCall(kernels, [block], SIZE), torch.randn(3, SIZE)
     turn = block.attention.turn(torch.arange(3)[None], torch.float32)
-    sound = one_call.run(hidden, turn, Past(buffers_of([block], 3, [KeyValues()], 0), strides(SHAPE), 0))
+    sound = one_call.run(hidden, turn, empty([block], 3))
     hidden[1, 0] = torch.nan
-    found = one_call.run(hidden, turn, Past(buffers_of([block], 3, [KeyValues()], 0), strides(SHAPE), 0))
+    found = one_call.run(hidden, turn, empty([block], 3))
     assert found[1, 0].equal(sound[1, 0])
     assert bool(found[1, 1:].isnan().all())
 
@@ -159,3 +164,35 @@ def test_other_types_do_not_fit(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions_do_not_fit(dtype: torch.dtype) -> None:
     assert not fits(Block(SIZE, SHAPE).to(dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_texts_each_as_if_alone(kernels: Kernels, threads: int) -> None:
+    """Of different lengths and numbers of rows, each in places of its own: the same bits as one after the other."""
+    blocks = blocks_of(SHAPE, 2, 0, half=False)
+    one_call, before = OneCall(kernels, blocks, SIZE), torch.get_num_threads()
+    lengths, rows, capacity = (0, 70, 3, 64, 129), (3, 1, 4, 2, 1), 140
+    heads, size = SHAPE.num_key_value_heads, SHAPE.head_dim
+    filled = [tuple(torch.randn(2, len(lengths), heads, capacity, size)) for _ in blocks]
+    hidden = torch.randn(sum(rows), SIZE)
+    turn = blocks[0].attention.turn(
+        torch.tensor([[length + r for length, n in zip(lengths, rows, strict=True) for r in range(n)]]), torch.float32
+    )
+    starts = [(2 * n + 1) * size for n in range(len(lengths))]  # places in front that belong to nobody
+    texts = [
+        Text(n, length, number * heads * capacity * size + start)
+        for number, (n, length, start) in enumerate(zip(rows, lengths, starts, strict=True))
+    ]
+    torch.set_num_threads(threads)
+    try:
+        buffers = [(keys.clone(), values.clone()) for keys, values in filled]
+        found = one_call.run(hidden, turn, Past(buffers, (capacity * size, size), texts))
+        alone, at = [], 0
+        for text in texts:
+            part = slice(at, at := at + text.rows)
+            own = Turn(turn.cos[:, part], turn.sin[:, part])
+            copies = [(keys.clone(), values.clone()) for keys, values in filled]
+            alone.append(one_call.run(hidden[part], own, Past(copies, (capacity * size, size), [text])))
+    finally:
+        torch.set_num_threads(before)
+    assert found.equal(torch.cat(alone, dim=1))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.slots import SlotCache
 from mtp import last_block
 from mtp.base import FrozenBase
 from mtp.kernels import Kernels
@@ -62,6 +63,23 @@ def test_trees(family: str, tmp_path: Path) -> None:
         base.forward(tokens(1, 7), cache=cache)
     found = stack.forward(tokens(2, 4), ours, tree=tree).hidden
     assert_close(found, base.forward(tokens(2, 4), cache=theirs, tree=tree).hidden)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_token_of_each_of_several_texts(family: str, tmp_path: Path, kernels: Kernels) -> None:
+    base = tiny_base(family, tmp_path)
+    stack, cache, lengths = Stack.of(base, kernels), SlotCache(base.new_cache(), 4), (5, 40, 17)
+    texts = [tokens(number, length + 3)[0] for number, length in enumerate(lengths)]
+    for text, length in zip(texts, lengths, strict=True):
+        read = base.new_cache()
+        base.forward(text[None, :length], cache=read)
+        cache.take(read, [length])
+    for step in range(3):
+        following = torch.stack([text[length + step] for text, length in zip(texts, lengths, strict=True)])
+        found = stack.next_tokens(following, cache.past())
+        cache.advance(1)
+        for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            assert_close(found[row], base.forward(text[None, : length + step + 1]).hidden[0, -1])
 
 
 def test_weights_are_shared(tmp_path: Path) -> None:
