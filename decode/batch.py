@@ -127,9 +127,8 @@ class _Batch:
     def step(self) -> Progress:
         """One more token for every row."""
         tokens = torch.tensor([row.ids[-1] for row in self.rows], device=self.base.device)
-        kernels = self.base.kernels
-        if self.base.next_tokens is not None and kernels is not None and len(self.rows) in kernels.rows:
-            states = self.base.next_tokens(tokens, self.cache.past())
+        if self.base.several is not None and self.base.takes_at_once(len(tokens)):
+            states = self.base.several(tokens, self.cache.past(), ()).hidden
             self.cache.advance(1)
             return self._commit(self.rows, states)
         mask = self.cache.mask(tokens.device)

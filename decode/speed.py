@@ -54,7 +54,7 @@ def speed_up(base: FrozenBase, heads: Heads | None, mode: Compile, home: Path, s
         return
     base.steps = stack.forward
     if stack.one_call is not None:
-        base.next_tokens = stack.next_tokens
+        base.several = stack.several
 
 
 def _without(mode: Compile, what: str, say: Callable[[str], None]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mtp.cache import BaseCache, RollbackLayer
+from mtp.one_call import Past, Text
 
 _FIRST_CAPACITY = 128  # columns
 
@@ -95,6 +96,7 @@ class StageCache(BaseCache):
         ]
         super().__init__(layers, slides=pattern.slides)
         self.lengths: list[int] = []
+        self._in_place = False
 
     def take(self, read: BaseCache) -> None:
         """Add the one text that `read` holds, behind the rows here."""
@@ -114,6 +116,20 @@ class StageCache(BaseCache):
         mask: Tensor = (columns < held) | ((columns >= self.length) & (columns < self.length + new))
         return mask.long()
 
+    def past(self, counts: Sequence[int]) -> Past | None:
+        """For kernels, which need no stage: room for counts[i] tokens behind the text of row i; `keep_first` must
+        follow. None while nothing is held."""
+        self._make_room(max(length + count for length, count in zip(self.lengths, counts, strict=True)))
+        held = [layer._buffers for layer in self.layers if layer._buffers is not None]
+        if len(held) < len(self.layers):
+            return None
+        buffers = [layer._ready(*those) for layer, those in zip(self.layers, held, strict=True)]
+        _, heads, capacity, size = buffers[0][0].shape
+        places = enumerate(zip(counts, self.lengths, strict=True))
+        texts = [Text(count, length, row * heads * capacity * size) for row, (count, length) in places]
+        self._in_place = True
+        return Past(buffers, (capacity * size, size), texts)
+
     def advance(self, count: int) -> None:
         """The block is there; `keep_first` says what of it stays."""
         self.length += count
@@ -124,8 +140,9 @@ class StageCache(BaseCache):
         moves = [
             (row, start + place, length + place)
             for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True))
-            for place in range(count if length < start else 0)
+            for place in range(count if length < start and not self._in_place else 0)
         ]
+        self._in_place = False
         if moves:
             places: Tensor | None = None
             for layer in self.layers:

@@ -21,7 +21,7 @@ from decode.skinny import fast_products
 from decode.stage import StageCache
 from decode.stats import DecodeStats, Phase, Stopwatch
 from decode.target import BaseTarget, TargetOutput
-from mtp.base import FrozenBase
+from mtp.base import BaseOutput, FrozenBase
 from mtp.errors import UserError
 
 Begin = Callable[[], Decoding]
@@ -159,17 +159,35 @@ def run_blocks(
     They are padded at the end, which no token of theirs sees; `StageCache.keep_first` must follow.
     """
     counts = [block.shape[1] for block in blocks]
-    tokens = _padded(blocks)
+    output = _at_once(base, cache, blocks, feature_layers)
+    if output is None:
+        output = _padded_forward(base, cache, blocks, feature_layers)
+    logits, features = torch.split(base.logits(output.hidden), counts), torch.split(output.features, counts)
+    return [TargetOutput(one[None], those[None]) for one, those in zip(logits, features, strict=True)]
+
+
+def _at_once(
+    base: FrozenBase, cache: StageCache, blocks: Sequence[Tensor], feature_layers: Sequence[int]
+) -> BaseOutput | None:
+    """States of all rows [sum of R_i, D], in one call of the kernels; None where that cannot be."""
+    tokens = torch.cat([block[0] for block in blocks])
+    if base.several is None or not base.takes_at_once(len(tokens)):
+        return None
+    past = cache.past([block.shape[1] for block in blocks])
+    return None if past is None else base.several(tokens, past, feature_layers)
+
+
+def _padded_forward(
+    base: FrozenBase, cache: StageCache, blocks: Sequence[Tensor], feature_layers: Sequence[int]
+) -> BaseOutput:
+    """The same by the model itself, over blocks that are padded."""
+    counts, tokens = [block.shape[1] for block in blocks], _padded(blocks)
     mask = cache.prepare(counts, tokens.device)
     with fast_products(tokens, base.kernels):
         output = base.forward(tokens, cache=cache, attention_mask=mask, feature_layers=feature_layers)
-        real = [row * tokens.shape[1] + place for row, count in enumerate(counts) for place in range(count)]
-        hidden = output.hidden.flatten(0, 1)[torch.tensor(real, device=tokens.device)]
-        logits = torch.split(base.logits(hidden), counts)
-    return [
-        TargetOutput(one[None], features[None, :count])
-        for one, features, count in zip(logits, output.features, counts, strict=True)
-    ]
+    real = [row * tokens.shape[1] + place for row, count in enumerate(counts) for place in range(count)]
+    rows = torch.tensor(real, device=tokens.device)
+    return BaseOutput(hidden=output.hidden.flatten(0, 1)[rows], features=output.features.flatten(0, 1)[rows])
 
 
 def _padded(blocks: Sequence[Tensor]) -> Tensor:

@@ -51,8 +51,8 @@ Steps = Callable[[Tensor, BaseCache, Sequence[int], TreeMask | None], BaseOutput
 """As `FrozenBase.forward`: tokens [1, R], cache, feature layers and tree."""
 
 
-NextTokens = Callable[[Tensor, "Past"], Tensor]
-"""As `Stack.next_tokens`."""
+Several = Callable[[Tensor, "Past", Sequence[int]], BaseOutput]
+"""As `Stack.several`."""
 
 
 class FrozenBase:
@@ -72,7 +72,7 @@ class FrozenBase:
         self._loaded_fingerprint: str | None = None
         self.kernels: Kernels | None = None  # for the logits of a few rows
         self.steps: Steps | None = None  # what runs over a few rows of one text; None is the model itself
-        self.next_tokens: NextTokens | None = None  # and over a token of each of several
+        self.several: Several | None = None  # and over those of several texts
         self.final_norm = probe(model, self._inner, self.logits, name)
 
     @classmethod
@@ -303,6 +303,10 @@ class FrozenBase:
         for layer in feature_layers:
             if not 0 <= layer <= self.num_layers:
                 raise UserError(f"feature_layers: id {layer} is outside 0…{self.num_layers} of base {self.name!r}.")
+
+    def takes_at_once(self, rows: int) -> bool:
+        """Whether `several` is there and pays for so many rows of all texts together."""
+        return self.several is not None and self.kernels is not None and rows in self.kernels.rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits [..., V] in float32 of states [..., D] after the final norm, scaled and capped by the base.

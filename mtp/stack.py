@@ -91,13 +91,16 @@ class Stack:
         return list(one_call.run(hidden[0], turn, past, None if tree is None else tree.visible).unsqueeze(1))
 
     @torch.no_grad()
-    def next_tokens(self, tokens: Tensor, past: Past) -> Tensor:
-        """States [N, D] after the final norm of one new token [N] for each of several texts, in one call."""
+    def several(self, tokens: Tensor, past: Past, feature_layers: Sequence[int] = ()) -> BaseOutput:
+        """In one call, new tokens [N] of several texts, text by text: hidden [N, D] and features [N, F]. A row gets the
+        numbers that it gets alone."""
         assert self.one_call is not None, "there are no kernels for these blocks"
-        positions = torch.tensor([[text.length for text in past.texts]])
-        turn = self.blocks[0].attention.turn(positions, self.base.dtype)
-        hidden: Tensor = self.norm(self.one_call.run(F.embedding(tokens, self.base.embedding), turn, past)[-1])
-        return hidden
+        positions = torch.cat([torch.arange(text.length, text.length + text.rows) for text in past.texts])
+        turn = self.blocks[0].attention.turn(positions[None], self.base.dtype)
+        states = list(self.one_call.run(F.embedding(tokens, self.base.embedding), turn, past))
+        hidden = states[-1] = self.norm(states[-1])
+        wanted = [states[layer] for layer in feature_layers]
+        return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
 
     def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:
         """What is added to the scores of the G R queries of a key-value head [R * G, T]; None for a single row."""

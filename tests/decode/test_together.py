@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from decode import Decoder, Result
 from decode import stage as stage_module
 from decode.drafters import Drafter
 from decode.engine import Engine, Step
-from decode.request import Request
+from decode.request import Request, make_request
 from decode.stage import StageCache
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
@@ -25,11 +26,13 @@ from decode.together import Begin, batch_fault, run_together
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
+from mtp.hub import save_heads
 from mtp.initialise import new_heads
+from mtp.kernels import MOST_ROWS
 from mtp.keyed import KeyedSource
 from mtp.sampling import RandomSource
 from tests.decode.toys import BaseDrafter
-from tests.tiny import CONTEXT, FAMILIES, VOCAB_SIZE, exact_base
+from tests.tiny import CONTEXT, FAMILIES, VOCAB_SIZE, exact_base, tiny_base
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 K = 3
@@ -381,3 +384,30 @@ def test_a_base_that_mixes_texts_up_is_found_out(base: FrozenBase, monkeypatch: 
     assert batch_fault(base) == "a text of a batch gets other states than alone"
     monkeypatch.setattr(FrozenBase, "_run", lambda *_: (_ for _ in ()).throw(ValueError("no")))
     assert batch_fault(base) == "its attention takes no mask of a batch (ValueError)"
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9}, {"lookup": 3}, {"draft_length": 0}])
+def test_in_one_call_of_the_kernels_not_even_rounding_differs(
+    options: dict[str, object], tmp_path: Path, compiled_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, log-probabilities included, although texts leave and others come in."""
+    folder = tmp_path / "heads"
+    save_heads(new_heads(HeadsOptions(draft_length=3), tiny_base("llama", tmp_path)), folder, card="")
+    decoder = Decoder.from_pretrained(folder, device="cpu", compile="on", home=compiled_home)
+    several, asked = decoder.base.several, []
+    assert several is not None
+    assert decoder.base.kernels is not None
+    decoder.base.kernels.rows = frozenset(range(1, MOST_ROWS + 1))
+    monkeypatch.setattr(decoder.base, "several", lambda *given: asked.append(len(given[1].texts)) or several(*given))
+    prompts = ["the user", "a", "what is the name of it", "the user said so and", "x y"]
+    requests = [
+        make_request({"max_new_tokens": 9 + 5 * n, "ignore_eos": True, "seed": n, "logprobs": True, **options})
+        for n in range(len(prompts))
+    ]
+    found = list(decoder.generate_many(prompts, requests, batch_size=3))
+    assert max(asked) == 3
+    for prompt, request, result in zip(prompts, requests, found, strict=True):
+        alone = decoder.generate(prompt, request)
+        assert result.token_ids == alone.token_ids
+        assert result.logprobs == alone.logprobs
+        assert result.stats.accepted_per_position == alone.stats.accepted_per_position

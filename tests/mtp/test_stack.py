@@ -76,7 +76,7 @@ def test_a_token_of_each_of_several_texts(family: str, tmp_path: Path, kernels: 
         cache.take(read, [length])
     for step in range(3):
         following = torch.stack([text[length + step] for text, length in zip(texts, lengths, strict=True)])
-        found = stack.next_tokens(following, cache.past())
+        found = stack.several(following, cache.past()).hidden
         cache.advance(1)
         for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             assert_close(found[row], base.forward(text[None, : length + step + 1]).hidden[0, -1])
