@@ -112,8 +112,9 @@ class FrozenBase:
         return cls(model, tokenizer, name, revision)
 
     def to(self, device: torch.device | str) -> "FrozenBase":
-        """Move the model to `device`; its precision stays."""
+        """Move the model to `device`; its precision stays. What made its steps faster stays behind."""
         self.model.to(device)
+        self.kernels = self.steps = self.several = None
         return self
 
     # ---- facts -------------------------------------------------------------------------------------------------------

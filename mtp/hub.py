@@ -41,6 +41,7 @@ def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | 
 
     `dtype`: of the weights in the file, None as they are. bfloat16 halves it; reading brings them back to float32.
     """
+    folder = folder.resolve()  # a link stays one
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         build = Path(scratch) / "heads"
@@ -48,7 +49,7 @@ def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        save_file(tensors, build / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(tensors, build / WEIGHTS)
         document = {**heads.config.to_json(), "weights_sha256": file_hash(build / WEIGHTS)}
         (build / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         (build / CARD).write_text(card or _card(heads.config), encoding="utf-8")
@@ -57,16 +58,29 @@ def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | 
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`. The old one stays readable as `<folder>.old` until the new one stands."""
+    """Put `new` in the place of `folder`. The old one stays readable (`parked`) until the new one stands."""
     for file in (path for path in new.rglob("*") if path.is_file()):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
-    old = folder.with_name(folder.name + ".old")
+    old = parked(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def parked(folder: Path) -> Path:
+    """Where the folder stands while another takes its place: hidden, as no folder of a user's would be."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file; OSError where it cannot be written."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name} cannot be written ({error})") from None
 
 
 def read_config(folder: Path) -> HeadsConfig:
@@ -102,7 +116,7 @@ def load_heads(folder: Path) -> Heads:
 def _read_document(folder: Path) -> tuple[dict[str, Any], str]:
     """The parsed config.json without its digest, and the digest."""
     if not folder.is_dir():
-        old = folder.with_name(folder.name + ".old")
+        old = parked(folder)
         hint = f"a copy from before the last save is at {old}" if old.is_dir() else "train some with mtp-train"
         with_package = f" or heads that come with mtp ({', '.join(shipped_heads())})" if shipped_heads() else ""
         raise UserError(

@@ -181,10 +181,16 @@ INLINE vec larger(vec a, vec b)
     return (vec)(((ints)a & first) | ((ints)b & ~first));
 }
 
-/* e^x to about two units in the last place, for x <= 88; 1e-38 below -87. x = n ln 2 + r, e^r by its series. */
+INLINE vec smaller(vec a, vec b)
+{
+    ints first = a < b;
+    return (vec)(((ints)a & first) | ((ints)b & ~first));
+}
+
+/* e^x to about two units in the last place; 1e-38 below -87, and 1e38 above 88. x = n ln 2 + r, e^r by its series. */
 INLINE vec exponential(vec x)
 {
-    x = larger(x, (vec){0} - 87.0f);
+    x = smaller(larger(x, (vec){0} - 87.0f), (vec){0} + 88.0f);
     vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vec p = r * (1.0f / 5040) + 1.0f / 720;

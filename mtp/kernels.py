@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,9 @@ class Kernels:
     def __deepcopy__(self, _: object) -> "Kernels":
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _none, ()  # heads that are written somewhere else have none there
+
     def take(self, hidden: Tensor, matrix: Tensor) -> bool:
         """Whether `product` is to compute this one."""
         rows = hidden.numel() // hidden.shape[-1]
@@ -124,12 +128,24 @@ def plain(weights: Tensor) -> bool:
     return type(weights) in (Tensor, nn.Parameter) and weights.is_contiguous()
 
 
+Mark = tuple[int, int]
+
+
+def mark(weights: Tensor) -> Mark:
+    """Changes when the numbers are moved or written to."""
+    return weights.data_ptr(), weights._version
+
+
 def compact(weights: Tensor) -> Tensor | None:
     """The same numbers in bfloat16, to be read in half the time; None where that is not exact."""
     if weights.device.type != "cpu" or weights.dtype != torch.float32 or not plain(weights):
         return None
     half = weights.detach().bfloat16()
     return half if bool((half == weights).all()) else None
+
+
+def _none() -> None:
+    return None
 
 
 def _recorded(*tensors: Tensor) -> bool:
@@ -184,7 +200,7 @@ def _read_rows(path: Path) -> frozenset[int] | None:
     """None where there is nothing that `_write_rows` could have written."""
     try:
         rows = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     sound = isinstance(rows, list) and all(row in range(1, MOST_ROWS + 1) for row in rows)
     return frozenset(rows) if sound else None
@@ -206,9 +222,21 @@ def build(folder: Path) -> Path:
         raise NoKernels(f"no C compiler was found (tried {', '.join(_COMPILERS)})")
     key = hashlib.sha256("\0".join([SOURCE.read_text("utf-8"), compiler, *_FLAGS, _processor()]).encode())
     library = folder / f"kernels-{key.hexdigest()[:16]}.so"
-    if not library.is_file():
+    if not _is_whole(library):
         _compile(compiler, library)
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it has the length that was noted when it was written: half a library is fatal to load."""
+    try:
+        return _length_file(library).read_text("utf-8") == str(library.stat().st_size)
+    except (OSError, ValueError):
+        return False
+
+
+def _length_file(library: Path) -> Path:
+    return library.with_suffix(".length")
 
 
 def _compile(compiler: str, library: Path) -> None:
@@ -220,7 +248,10 @@ def _compile(compiler: str, library: Path) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
             if done.returncode:
                 raise NoKernels(f"{compiler} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+            length = Path(scratch) / "length"
+            length.write_text(str(part.stat().st_size), "utf-8")
             os.replace(part, library)  # noqa: PTH105
+            os.replace(length, _length_file(library))  # noqa: PTH105
     except (OSError, subprocess.SubprocessError) as error:
         raise NoKernels(f"{compiler} could not write {library} ({error})") from None
 

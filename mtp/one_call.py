@@ -7,6 +7,7 @@ Shapes: n rows, D hidden, H query heads, J key-value heads, E head size, L block
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtp.heads.blocks import Attention, Mlp, Turn
-from mtp.kernels import Kernels, Matrix, plain
+from mtp.kernels import Kernels, Matrix, mark, plain
 from mtp.layers import Linear
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -67,7 +68,7 @@ class Past:
 
 
 class OneCall:
-    """L blocks. Their weights must neither move nor change."""
+    """L blocks, whose weights are held as they are now; see `current`. One call at a time."""
 
     def __init__(self, kernels: Kernels, blocks: Sequence[Parts], size: int) -> None:
         assert all(fits(block) for block in blocks)
@@ -81,6 +82,10 @@ class OneCall:
             inner=shape.intermediate_size,
             eps=shape.rms_norm_eps,
         )
+        self._lock = threading.Lock()
+        self._parameters = [weight for block in blocks for weight in _parameters(block)]
+        self._marks = list(map(mark, self._parameters))
+        self._held = [weight for block in blocks for weight in _weights(block)]  # C knows their places only
         self._layers = (_Layer * len(blocks))(*map(_layer, blocks))
         self._scratch = torch.empty(0)
         self._blocks, self._needed = kernels.library.blocks, kernels.library.scratch
@@ -92,6 +97,13 @@ class OneCall:
             *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT),
         ]
         self._blocks.restype = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _none, ()  # copies of blocks have weights of their own
+
+    def current(self) -> bool:
+        """Whether the blocks still have the weights that they had."""
+        return self._marks == list(map(mark, self._parameters))
 
     def run(
         self, hidden: Tensor, turn: Turn, past: Past, visible: Tensor | None = None, inputs: Tensor | None = None
@@ -111,23 +123,39 @@ class OneCall:
         states[0] = hidden
         cos, sin = turn.cos.contiguous(), turn.sin.contiguous()
         inputs = None if inputs is None else inputs.contiguous()
-        self._shape.rotated = cos.shape[-1]
-        self._shape.head_stride, self._shape.place_stride = past.strides
-        for layer, (keys, values) in zip(self._layers, past.buffers, strict=True):
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        scratch = self._room(self._needed(self._shape, rows, texts, len(texts), threads))
-        self._blocks(
-            *(self._shape, self._layers, len(self.blocks), rows, texts, len(texts)),
-            *(_place(inputs), cos.data_ptr(), sin.data_ptr(), _place(seen)),
-            0 if seen is None else seen.shape[1],
-            *(states.data_ptr(), scratch.data_ptr(), threads),
-        )
+        with self._lock:
+            self._shape.rotated = cos.shape[-1]
+            self._shape.head_stride, self._shape.place_stride = past.strides
+            for layer, (keys, values) in zip(self._layers, past.buffers, strict=True):
+                layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            scratch = self._room(self._needed(self._shape, rows, texts, len(texts), threads))
+            self._blocks(
+                *(self._shape, self._layers, len(self.blocks), rows, texts, len(texts)),
+                *(_place(inputs), cos.data_ptr(), sin.data_ptr(), _place(seen)),
+                0 if seen is None else seen.shape[1],
+                *(states.data_ptr(), scratch.data_ptr(), threads),
+            )
         return states
 
     def _room(self, size: int) -> Tensor:
         if self._scratch.numel() < size:
             self._scratch = torch.empty(2 * size)
         return self._scratch
+
+
+def _none() -> None:
+    return None
+
+
+def _parameters(block: Parts) -> list[Tensor]:
+    parts = (getattr(block, "attention_norm", None), block.attention, block.mlp_norm, block.mlp)
+    return [weight for part in parts if part is not None for weight in part.parameters()]
+
+
+def _weights(block: Parts) -> list[Tensor]:
+    """All that C is told the place of."""
+    linears = [part for owner in (block.attention, block.mlp) for part in owner.children() if isinstance(part, Linear)]
+    return [*_parameters(block), *(linear.compacted for linear in linears if linear.compacted is not None)]
 
 
 def fits(block: Parts) -> bool:
@@ -147,7 +175,8 @@ def _layer(block: Parts) -> _Layer:
 
 
 def _matrix(linear: Linear) -> Matrix:
-    return Matrix.of(linear.weight if linear.compacted is None else linear.compacted, linear.bias)
+    compacted = linear.compacted
+    return Matrix.of(linear.weight if compacted is None else compacted, linear.bias)
 
 
 def _texts(texts: Sequence[Text]) -> Any:

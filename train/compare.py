@@ -18,7 +18,7 @@ from train.run import read_record
 BY_DESIGN = ("model.heads.", "model.optimizer.", "model.start_positions")
 ALIKE = "model.heads.draft_length"
 _ELSEWHERE = ("run.", "config", "ckpt_path", "count", "json", "data.cache_dir", "model.features.dir")
-_LEFTOVERS = {"config.yaml", "run.json", "csv", "wandb", "checkpoints", "heads", "heads.old"}
+_LEFTOVERS = {"config.yaml", "run.json", "csv", "wandb", "checkpoints", "heads", ".heads.replaced"}
 Say = Callable[[str], None]
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtp.base import FrozenBase
@@ -22,7 +21,7 @@ from mtp.formats.catalogue import FORMATS
 from mtp.formats.interface import Content, Format, Lent, Reader
 from mtp.formats.tensors import CARD, CONFIG
 from mtp.heads import Heads
-from mtp.hub import replace_folder
+from mtp.hub import replace_folder, write_tensors
 from mtp.last_block import some_tokens
 
 _ANCHORS = 24
@@ -62,6 +61,7 @@ def export(
         raise UserError(f"--format {format_name} {told}; formats that can hold these heads: {_able(heads, base)}.")
     lent = Lent(base.embedding.cpu().float(), base.output_matrix.cpu().to(DTYPES[dtype]).float())
     rounded = _rounded(heads, lent, DTYPES[dtype])
+    folder = folder.resolve()  # a link stays one, and . has a name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         build = Path(scratch) / folder.name
@@ -107,7 +107,7 @@ def write(content: Content, folder: Path, dtype: torch.dtype) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # Cloned, as some tensors share their storage, which safetensors refuses.
     tensors = {name: _stored(tensor, dtype) for name, tensor in content.tensors.items()}
-    save_file(tensors, folder / content.weights, metadata={"format": "pt"})
+    write_tensors(tensors, folder / content.weights)
     for name, text in content.texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

@@ -195,7 +195,8 @@ class RecurrentHeads(Heads):
         """Whether the block is to run over the rows of inputs [...,any] in one call of the kernels."""
         if self.kernels is None or not self.kernels.take(inputs, self.fc.weight):
             return False
-        if self._one_call is None or self._one_call.kernels is not self.kernels:
+        known = self._one_call
+        if known is None or known.kernels is not self.kernels or not known.current():
             self._one_call = OneCall(self.kernels, [self], self.config.hidden_size) if fits(self) else None
         return self._one_call is not None
 

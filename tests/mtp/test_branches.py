@@ -1,5 +1,7 @@
 """Heads that draft a tree: every branch gets the drafts that it would get alone, with kernels and without."""
 
+import copy
+import pickle
 import random
 
 import pytest
@@ -92,3 +94,31 @@ def test_a_branch_that_saw_its_sibling_would_be_noticed(kernels: Kernels, monkey
     monkeypatch.setattr(heads, "_rows", lambda *given: rows(*given[:-1], torch.ones_like(given[-1])))
     found = heads.draft(heads.fork(state, torch.tensor([0, 0])), 2, torch.tensor([5, 6]))
     assert float((found[0] - alone(heads, features, text, [5])[-1]).abs().max()) > 1e-2
+
+
+@torch.no_grad()
+def test_heads_may_change_move_and_be_copied_after_kernels_drafted(kernels: Kernels) -> None:
+    """Neither old numbers nor old places are read again."""
+    heads = heads_with("recurrent", None)
+    for parameter in heads.parameters():
+        parameter.copy_(parameter.bfloat16())
+    use_kernels(heads, kernels, compacted=True)
+    features, text = features_of(heads, 3, 0), torch.tensor([[1, 2, 3]])
+
+    def drafts(of: Heads) -> Tensor:
+        state = of.new_state(1)
+        of.ingest(state, features, text)
+        return torch.cat([of.draft(state, k, torch.tensor([k])) for k in (1, 2, 3)])
+
+    before = drafts(heads)
+    changed = copy.deepcopy(heads)
+    assert drafts(changed).equal(before)
+    for parameter in changed.parameters():
+        parameter.mul_(1.5)
+    found = drafts(changed)
+    use_kernels(changed, None)
+    torch.testing.assert_close(found, drafts(changed), atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(found, before, atol=1e-2)
+    heads.double().float()  # the same numbers elsewhere
+    assert drafts(heads).equal(before)
+    assert drafts(pickle.loads(pickle.dumps(heads))).allclose(before, atol=1e-4)

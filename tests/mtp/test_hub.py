@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp.config import HeadsConfig
 from mtp.errors import UserError
-from mtp.hub import CONFIG, WEIGHTS, file_hash, load_heads, read_config, save_heads
+from mtp.hub import CONFIG, WEIGHTS, file_hash, load_heads, read_config, save_heads, write_tensors
 from tests.mtp.heads_toys import KINDS, toy_heads
 
 VOCABULARY = torch.arange(0, 40, 2)
@@ -117,3 +117,27 @@ def test_damage_is_refused_by_name(damage: str, folder: Path) -> None:
 def test_config_round_trips_through_json() -> None:
     config = toy_heads("recurrent", VOCABULARY).config
     assert HeadsConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_folders_of_the_users_are_left_alone(tmp_path: Path) -> None:
+    """Also one that is called as an old copy might be."""
+    for name in ("heads", "heads.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("x")
+    save_heads(toy_heads("medusa"), tmp_path / "heads")
+    assert (tmp_path / "heads.old" / "thesis.tex").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "heads.old"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "heads")
+    for _ in range(2):
+        save_heads(toy_heads("medusa"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert load_heads(tmp_path / "disk" / "heads").config.kind == "medusa"
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["heads"]
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="model.safetensors cannot be written"):
+        write_tensors({"x": torch.ones(2)}, tmp_path / "nowhere" / "model.safetensors")

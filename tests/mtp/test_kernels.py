@@ -1,6 +1,7 @@
 """Kernels compute what torch computes, each row alike in any company; what goes wrong with compiling is told."""
 
 import platform
+import shutil
 import stat
 from pathlib import Path
 
@@ -163,7 +164,7 @@ def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hastily")
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = build(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [library.name]
+    assert {path.stem for path in tmp_path.iterdir()} == {library.stem}
     monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert build(tmp_path) == library
 
@@ -175,6 +176,17 @@ def test_a_damaged_library_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / name).write_bytes(b"half a fi")
     assert load(tmp_path).rows == ALL
     assert len((tmp_path / name).read_bytes()) > 1000
+
+
+@pytest.mark.parametrize("left", [0, 100, 4096, 8192, -8192, -100])
+def test_half_a_library_is_never_loaded(left: int, compiled_home: Path, tmp_path: Path) -> None:
+    """Some lengths pass for a library and are fatal once they are used."""
+    whole = build(compiled_home / "kernels")
+    for path in (whole, module._length_file(whole)):
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / whole.name).write_bytes(whole.read_bytes()[:left])
+    assert not module._is_whole(tmp_path / whole.name)
+    assert module._is_whole(whole)
 
 
 @pytest.mark.usefixtures("hastily")

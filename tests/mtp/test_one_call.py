@@ -1,5 +1,6 @@
 """Blocks in one call of the kernels are blocks as torch computes them, and a row is the same in any company."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -71,7 +72,7 @@ def buffers_of(blocks: list[Block], capacity: int, past: list[KeyValues], length
 
 def empty(blocks: list[Block], rows: int) -> Past:
     shape = blocks[0].attention.shape
-    return Past(buffers_of(blocks, rows, [KeyValues()], 0), strides(shape), [Text(rows, 0)])
+    return Past(buffers_of(blocks, rows, [KeyValues() for _ in blocks], 0), strides(shape), [Text(rows, 0)])
 
 
 def strides(shape: BlockShape) -> tuple[int, int]:
@@ -196,3 +197,31 @@ def test_several_texts_each_as_if_alone(kernels: Kernels, threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert found.equal(torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("scale", [30.0, 300.0, 1e4])
+def test_large_states_saturate_as_in_torch(any_kernels: Kernels, scale: float) -> None:
+    """Gates and scores far beyond what the exponential can hold, of either sign."""
+    [block] = blocks_of(replace(SHAPE, qkv_bias=True), 1, 0, half=False)
+    block.mlp.gate_proj.weight.mul_(scale)
+    block.attention.q_proj.weight.mul_(scale)
+    hidden = torch.randn(5, SIZE)
+    wanted = Reference([block]).rows(hidden)
+    turn = block.attention.turn(torch.arange(5)[None], torch.float32)
+    found = OneCall(any_kernels, [block], SIZE).run(hidden, turn, empty([block], 5))
+    torch.testing.assert_close(found, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-3)
+    assert float(block.mlp.gate_proj(block.mlp_norm(wanted[0])).min()) < -20
+
+
+def test_several_python_threads(kernels: Kernels) -> None:
+    blocks = blocks_of(SHAPE, 2, 0, half=False)
+    one_call, states = OneCall(kernels, blocks, SIZE), torch.randn(8, 9, SIZE)
+    turn = blocks[0].attention.turn(torch.arange(9)[None], torch.float32)
+
+    def run(hidden: Tensor) -> Tensor:
+        return one_call.run(hidden, turn, empty(blocks, 9))
+
+    wanted = [run(hidden) for hidden in states]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert all(one.equal(other) for one, other in zip(pool.map(run, states), wanted, strict=True))
