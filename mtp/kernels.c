@@ -217,13 +217,16 @@ static void turn(float *x, const float *cos, const float *sin, long width)
    found: maximum, sum, E values. score [CHUNK] holds products of query and keys; nothing is seen where -inf. */
 static void weigh(float *score, long places, float scale, const float *values, long stride, long size, float *found)
 {
-    float most = -__builtin_inff(), sum;
-    for (long t = 0; t < places; t++) {
-        score[t] *= scale;
-        most = score[t] > most ? score[t] : most;
-    }
-    while (places && score[places - 1] == -__builtin_inff()) places--; /* 0 times no number is none */
     for (long t = places; t < CHUNK; t++) score[t] = -__builtin_inff();
+    vec top = (vec){0} - __builtin_inff();
+    for (long t = 0; t < CHUNK; t += WIDTH) {
+        vec one = *(vec *)(score + t) * scale;
+        *(vec *)(score + t) = one;
+        top = larger(one, top);
+    }
+    float most = top[0], sum;
+    for (int i = 1; i < WIDTH; i++) most = top[i] > most ? top[i] : most;
+    while (places && score[places - 1] == -__builtin_inff()) places--; /* 0 times no number is none */
     vec sums = {0};
     for (long t = 0; t < CHUNK; t += WIDTH) {
         vec one = *(vec *)(score + t);
@@ -237,10 +240,15 @@ static void weigh(float *score, long places, float scale, const float *values, l
     found[1] = sum;
     long e = 0;
     for (; e + 4 * WIDTH <= size; e += 4 * WIDTH) {
-        vec mixed[4] = {{0}};
-        for (long t = 0; t < places; t++) UNROLL for (int i = 0; i < 4; i++)
+        vec mixed[4] = {{0}}, others[4] = {{0}}; /* two places at a time, as a sum waits for the one before it */
+        long t = 0;
+        for (; t + 2 <= places; t += 2) UNROLL for (int i = 0; i < 4; i++) {
             mixed[i] += score[t] * *(const vec *)(values + t * stride + e + i * WIDTH);
-        UNROLL for (int i = 0; i < 4; i++) *(vec *)(found + 2 + e + i * WIDTH) = mixed[i];
+            others[i] += score[t + 1] * *(const vec *)(values + (t + 1) * stride + e + i * WIDTH);
+        }
+        if (t < places) UNROLL for (int i = 0; i < 4; i++)
+            mixed[i] += score[t] * *(const vec *)(values + t * stride + e + i * WIDTH);
+        UNROLL for (int i = 0; i < 4; i++) *(vec *)(found + 2 + e + i * WIDTH) = mixed[i] + others[i];
     }
     for (; e + WIDTH <= size; e += WIDTH) {
         vec mixed = {0};
