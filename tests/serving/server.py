@@ -1,0 +1,173 @@
+"""vLLM's own server: started for a base and a draft model, asked over HTTP, read for what it counted, and stopped.
+
+Knows: its command line, the OpenAI-style request, and the names of its metrics. Refuses to know: our engine, and what
+the answers should be.
+
+Shapes: K draft position.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from mtp.errors import UserError
+
+HOST = "127.0.0.1"
+_NAME = "base"
+_OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
+_OPTIONS += ["--no-enable-prefix-caching", "--generation-config", "vllm", "--served-model-name", _NAME]
+_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+_ASK_SECONDS, _STOP_SECONDS, _LINES = 600, 60, 12
+_DRAFTS, _AT = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_LOCAL = build_opener(ProxyHandler({}))
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Ids of the prompt as the server made them, and of the text, with that text."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Steps with drafts, and [K] in how many of them a position was accepted, hence all before it."""
+
+    steps: int
+    accepted_at: list[int]
+
+    @property
+    def shares(self) -> list[float]:
+        """[K] as shares of the steps."""
+        return [count / max(1, self.steps) for count in self.accepted_at]
+
+    def since(self, earlier: "Counts") -> "Counts":
+        """What came after `earlier`."""
+        before = earlier.accepted_at or [0] * len(self.accepted_at)
+        at = [now - then for now, then in zip(self.accepted_at, before, strict=True)]
+        return Counts(self.steps - earlier.steps, at)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that answers."""
+
+    url: str
+
+    def answer(self, messages: Messages, max_tokens: int) -> Answer:
+        """Greedily, and on after an end-of-sequence token: the number of tokens is then known beforehand."""
+        wishes = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False}
+        document = self.chat(messages, max_tokens, **wishes)
+        choice = document["choices"][0]
+        return Answer(document["prompt_token_ids"], choice["token_ids"], choice["message"]["content"])
+
+    def chat(self, messages: Messages, max_tokens: int, **more: Any) -> dict[str, Any]:
+        """The document that answers an OpenAI-style chat completion at temperature 0."""
+        asked = {"model": _NAME, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0, **more}
+        headers = {"Content-Type": "application/json"}
+        request = Request(f"{self.url}/v1/chat/completions", json.dumps(asked).encode(), headers)
+        with _LOCAL.open(request, timeout=_ASK_SECONDS) as reply:
+            document: dict[str, Any] = json.load(reply)
+        return document
+
+    def counts(self) -> Counts:
+        """All since it was started."""
+        with _LOCAL.open(f"{self.url}/metrics", timeout=_ASK_SECONDS) as reply:
+            return read_counts(reply.read().decode())
+
+
+def read_counts(metrics: str) -> Counts:
+    """From the text of /metrics; zeros where nothing was drafted."""
+    steps, at = 0, {}
+    for line in metrics.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith(_DRAFTS):
+            steps = int(float(value))
+        elif name.startswith(_AT) and (found := re.search(r'position="(\d+)"', name)):
+            at[int(found[1])] = int(float(value))
+    return Counts(steps, [at[position] for position in sorted(at)])
+
+
+def find_port(port: int) -> int:
+    """`port`, or any free one for 0. UserError where another program has it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--port is {port}, which cannot be used ({error}); use another, or 0 for any.") from None
+        found: int = probe.getsockname()[1]
+    return found
+
+
+@contextlib.contextmanager
+def serve(python: Path, model: Path | str, more: Sequence[str], *, port: int, log: Path, wait: int) -> Iterator[Server]:
+    """A server of `model` with further options, run by the interpreter that has vLLM; stopped in the end.
+
+    What it prints goes to `log`. UserError when it ends, or is not ready after `wait` seconds.
+    """
+    port = find_port(port)
+    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *_OPTIONS, *more]
+    command += ["--host", HOST, "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+        )
+    server = Server(f"http://{HOST}:{port}")
+    try:
+        _wait(process, server, log, time.monotonic() + wait)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _environment() -> dict[str, str]:
+    """Ours without our packages, which the other interpreter must not import."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _SETTINGS
+
+
+def _wait(process: "subprocess.Popen[bytes]", server: Server, log: Path, until: float) -> None:
+    while not _ready(server):
+        if process.poll() is not None:
+            raise UserError(f"vLLM ended with {process.returncode} before it could answer:\n{_tail(log)}")
+        if time.monotonic() > until:
+            raise UserError(f"vLLM is not ready in time; use a longer --wait. It said:\n{_tail(log)}")
+        time.sleep(1)
+
+
+def _ready(server: Server) -> bool:
+    try:
+        with _LOCAL.open(f"{server.url}/health", timeout=10) as reply:
+            return int(reply.status) == 200
+    except (URLError, OSError):
+        return False
+
+
+def _tail(log: Path) -> str:
+    """Its last lines, where possible those that name an error."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(([line for line in lines if "Error" in line] or lines)[-_LINES:])
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Politely, then by force: the process and all that it started."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
