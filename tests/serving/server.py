@@ -24,6 +24,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 from mtp.errors import UserError
 
 HOST = "127.0.0.1"
+_SERVER = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs. That command itself ends at once in the CPU package, whose metadata it does not find."""
 _NAME = "base"
 _OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
 _OPTIONS += ["--no-enable-prefix-caching", "--generation-config", "vllm", "--served-model-name", _NAME]
@@ -122,8 +124,7 @@ def serve(python: Path, model: Path | str, more: Sequence[str], *, port: int, lo
     What it prints goes to `log`. UserError when it ends, or is not ready after `wait` seconds.
     """
     port = find_port(port)
-    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), *_OPTIONS, *more]
-    command += ["--host", HOST, "--port", str(port)]
+    command = [str(python), "-m", _SERVER, "--model", str(model), *_OPTIONS, *more, "--host", HOST, "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
