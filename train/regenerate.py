@@ -25,7 +25,7 @@ from train.answers import AnswerFile
 from train.records import Message, read_messages
 from train.template import REFUSED
 
-BATCH_SIZE = 96  # answers in progress: fewer use a processor less well, more need more memory
+BATCH_SIZE = 32  # answers in progress: as many as the kernels of a CPU take in one call; accelerators profit from more
 WINDOW = 8  # batches among which prompts are sorted by length, to save padding while the file keeps filling evenly
 
 TOO_LONG = "longer than the context of the base allows"
