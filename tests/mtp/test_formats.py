@@ -286,7 +286,7 @@ def test_a_folder_that_exists_is_kept_unless_given_up(base: FrozenBase, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("step", ["save_file", "compare"])
+@pytest.mark.parametrize("step", ["write_tensors", "compare"])
 def test_a_failure_leaves_what_was_there(
     step: str, base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
