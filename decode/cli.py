@@ -138,13 +138,24 @@ def generate(options: Namespace) -> None:
     request = read_request(options)
     prompts = _prompts(options)
     decoder = _decoder(options)
-    results = list(_results(decoder, prompts, request, options.batch_size, silent=options.json))
+    found = _results(decoder, prompts, request, options.batch_size, silent=options.json)
+    results = list(_numbered(found, len(prompts)))
     total = results[0].stats.empty()
     for result in results:
         total.merge(result.stats)
     show_stats(total)
     if options.json:
         _print_json(_generate_report(decoder, options, request, prompts, results, total))
+
+
+def _numbered(results: Iterator[Result], total: int) -> Iterator[Result]:
+    """The results; where one of several prompts cannot be decoded, the message says which."""
+    for number in range(1, total + 1):
+        try:
+            result = next(results)
+        except UserError as error:
+            raise UserError(f"prompt {number} of {total}: {error}" if total > 1 else str(error)) from None
+        yield result
 
 
 def _results(

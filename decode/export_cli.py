@@ -5,6 +5,8 @@ Knows: the options, and how to tell what was written. Refuses to know: any forma
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -97,12 +99,27 @@ def run_import(options: Namespace) -> None:
         heads = import_from_base(base, options.draft_length)
     else:
         layers, k = tuple(options.feature_layers) or None, options.draft_length
-        heads = import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
+        with _foreign(options):
+            heads = import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
     save_heads(heads, options.output)
     told = "" if heads.config.own_output == "none" else ", with output rows of their own"
     print(
         f"written: {options.output} ({heads.config.kind} heads, K = {heads.config.draft_length}{told})", file=sys.stderr
     )
+
+
+@contextmanager
+def _foreign(options: Namespace) -> Iterator[None]:
+    """A folder that others wrote may hold anything: what its reader stumbles over is told, not shown as a traceback."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        raise UserError(
+            f"--input {options.input} cannot be read as {options.format} ({type(error).__name__}: {error}); "
+            "its config.json or tensors are not what that format holds: correct them, or name another --format."
+        ) from error
 
 
 def _decoder(options: Namespace) -> Decoder:

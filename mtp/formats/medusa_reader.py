@@ -22,6 +22,7 @@ from mtp.formats.tensors import CONFIG, WEIGHTS, Expected, check_tensors, read_d
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
 _LAYER = "of a residual layer"
+_MOST = 64  # heads, and layers of a head: beyond what anybody trains, and little to check tensors for
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def read_original(folder: Path, option: str = "--input") -> MedusaReader:
     `hidden_size` and `vocab_size` are not always in its config; the first head's output matrix then says them.
     """
     document, where = read_document(folder, option), str(folder / CONFIG)
-    heads = whole_number(document, "medusa_num_heads", where)
-    layers = whole_number(document, "medusa_num_layers", where)
+    heads = whole_number(document, "medusa_num_heads", where, most=_MOST)
+    layers = whole_number(document, "medusa_num_layers", where, most=_MOST)
     tensors = read_tensors(folder / ORIGINAL_WEIGHTS)
     first = tensors.get(f"0.{layers}.weight")
     vocab, size = tuple(first.shape) if first is not None and first.dim() == 2 else (0, 0)
@@ -115,7 +116,8 @@ def check_ids(ids: Tensor, vocab: int, name: str, where: str) -> None:
 
 
 def _sizes(document: Mapping[str, Any], names: tuple[str, str], where: str) -> tuple[int, int, int, int]:
-    heads, layers, size, vocab = (whole_number(document, name, where) for name in (*names, "hidden_size", "vocab_size"))
+    heads, layers = (whole_number(document, name, where, most=_MOST) for name in names)
+    size, vocab = (whole_number(document, name, where) for name in ("hidden_size", "vocab_size"))
     return heads, layers, size, vocab
 
 

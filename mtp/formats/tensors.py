@@ -65,11 +65,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def whole_number(document: Mapping[str, Any], key: str, where: str, least: int = 1) -> int:
-    """The key's value; UserError unless it is a whole number of at least `least`."""
+def whole_number(document: Mapping[str, Any], key: str, where: str, least: int = 1, most: int | None = None) -> int:
+    """The key's value; UserError unless it is a whole number from `least` to `most`."""
     value = document.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{where}: {key} is {value!r}; a whole number of at least {least} is needed: correct the file.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UserError(f"{where}: {key} is {value!r}; a whole number {limits} is needed: correct the file.")
     return value
 
 

@@ -482,3 +482,20 @@ def test_bench_with_a_minimum_length(folder: Path, capsys: pytest.CaptureFixture
 def test_a_prompt_is_taken_as_it_stands(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     report = document(capsys, "generate", "--heads", folder / "heads", "--max-new-tokens", 2, f"--prompt={text}")
     assert report["results"][0]["prompt"] == text
+
+
+@pytest.mark.parametrize("batch_size", ["1", "2"])
+def test_which_prompt_is_bad(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], batch_size: str) -> None:
+    lines = [json.dumps({"prompt": prompt}) for prompt in ("the user", "the user " * 500, "a")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    args = [
+        "generate",
+        "--heads",
+        str(folder / "heads"),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--max-new-tokens",
+        "3",
+    ]
+    assert main([*args, "--batch-size", batch_size]) == 2
+    assert "prompt 2 of 3: the prompt has" in capsys.readouterr().err

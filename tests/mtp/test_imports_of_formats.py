@@ -183,6 +183,39 @@ def test_the_command(base: FrozenBase, tmp_path: Path, capsys: pytest.CaptureFix
         assert f"{missing} is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": -1.0},
+        {"rms_norm_eps": "small"},
+        {"rope_theta": "abc", "rope_parameters": None},
+        {"rope_scaling": {"rope_type": "zzz"}},
+        {"architectures": 5},
+        {"eagle_config": 5},
+        {"num_attention_heads": 10**9},
+    ],
+    ids=str,
+)
+def test_nonsense_in_a_config_is_bad_input(
+    change: dict[str, object], base: FrozenBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = export(heads_on(base, "recurrent", VOCABULARY), base, "eagle3", tmp_path / "source").folder
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**document, **change}))
+    args = ["import", "--input", source, "--format", "eagle3", "--base", base.name, "--output", tmp_path / "heads"]
+    assert main([str(arg) for arg in args]) in (0, 2)  # never a traceback
+    told = capsys.readouterr().err
+    assert not (tmp_path / "heads").exists() or "written" in told
+
+
+def test_a_billion_heads_are_refused_at_once(base: FrozenBase, tmp_path: Path) -> None:
+    source = export(heads_on(base, "medusa"), base, "medusa", tmp_path / "source").folder
+    document = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**document, "medusa_num_heads": 10**9}))
+    with pytest.raises(UserError, match="medusa_num_heads is 1000000000; a whole number from 1 to 64"):
+        import_heads(source, "medusa", base)
+
+
 def test_modules_in_the_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, source = with_modules(tmp_path, 2)
     args = ["import", "--format", "in-base", "--base", base.name, "--output", str(tmp_path / "heads")]
