@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decode import Decoder, Result
+from decode import decoder as decoder_module
 from decode import stage as stage_module
 from decode.drafters import Drafter
 from decode.engine import Engine, Step
@@ -22,7 +23,7 @@ from decode.stage import StageCache
 from decode.stats import DecodeStats
 from decode.stopping import Stopping, room
 from decode.target import BaseTarget, TargetOutput
-from decode.together import Begin, batch_fault, run_together
+from decode.together import Begin, Copies, batch_fault, run_together
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
@@ -269,10 +270,26 @@ def test_k_chosen_in_every_step(decoder: Decoder) -> None:
     expected = [decoder.generate(text, max_new_tokens=12).token_ids for text in TEXTS[:3]]
     results = list(decoder.generate_many(TEXTS[:3], max_new_tokens=12, draft_length="auto", batch_size=3))
     assert [one.token_ids for one in results] == expected
-    alone, batch = decoder._step_costs(), decoder._lengths[3].costs
-    assert len(alone.verify) == len(batch.verify) == K + 1
-    assert all(seconds > 0 for seconds in (*batch.verify, *batch.draft[1:]))
-    assert batch.verify[0] < alone.verify[0]
+    costs = decoder._lengths[3].costs
+    assert len(costs.verify) == K + 1
+    assert all(seconds > 0 for seconds in (*costs.verify, *costs.draft[1:]))
+
+
+def test_a_step_costs_a_text_its_share_of_the_batchs_forward(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def measure(target: object, *_: object) -> tuple[list[float], float]:
+        asked.append(target)
+        return [3.0] * (K + 1), 0.5
+
+    monkeypatch.setattr(decoder_module, "measure_steps", measure)
+    costs = decoder._step_costs(3)
+    assert costs.verify == (1.0,) * (K + 1)
+    assert costs.draft[1] == 0.5
+    assert isinstance(asked[0], Copies)
+    assert asked[0].count == 3
+    decoder._step_costs()
+    assert isinstance(asked[1], BaseTarget)
 
 
 def test_phases_add_up_to_the_time_of_all(decoder: Decoder) -> None:
