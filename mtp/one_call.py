@@ -162,7 +162,7 @@ def fits(block: Parts) -> bool:
     """Whether the kernels compute a block of this type, with these weights."""
     shape = block.attention.shape
     llama = shape.norm == "rms" and shape.gated and shape.activation == "silu" and not shape.parallel_residual
-    weights = [weight for part in (block.attention, block.mlp, block.mlp_norm) for weight in part.parameters()]
+    weights = _parameters(block)
     return llama and all(w.dtype == torch.float32 and w.device.type == "cpu" and plain(w) for w in weights)
 
 

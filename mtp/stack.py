@@ -3,7 +3,7 @@
 Knows: how to run the blocks over rows that follow what a cache holds, in one call of the kernels where these can, and
 how to find out on a few tokens that this gives the base's own states. A base for which it does not is refused with the
 reason, and runs in transformers.
-Refuses to know: heads, sampling, and several texts at once.
+Refuses to know: heads, sampling, and how the caches of several texts are kept.
 
 Shapes: R new rows, T_past cached positions, T = T_past + R, D hidden, H query heads, J key-value heads, G = H / J, E
 head size.
@@ -63,6 +63,10 @@ class Stack:
         else:
             states = self._one_by_one(hidden, turn, cache, self._mask(rows, past, tree))
         cache.advance(rows)
+        return self._output(states, feature_layers)
+
+    def _output(self, states: list[Tensor], feature_layers: Sequence[int]) -> BaseOutput:
+        """Of what each block reads and the last one writes, the latter normalised, and the layers asked for."""
         hidden = states[-1] = self.norm(states[-1])
         wanted = [states[layer] for layer in feature_layers]
         return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
@@ -98,9 +102,7 @@ class Stack:
         positions = torch.cat([torch.arange(text.length, text.length + text.rows) for text in past.texts])
         turn = self.blocks[0].attention.turn(positions[None], self.base.dtype)
         states = list(self.one_call.run(F.embedding(tokens, self.base.embedding), turn, past))
-        hidden = states[-1] = self.norm(states[-1])
-        wanted = [states[layer] for layer in feature_layers]
-        return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
+        return self._output(states, feature_layers)
 
     def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:
         """What is added to the scores of the G R queries of a key-value head [R * G, T]; None for a single row."""

@@ -1,6 +1,5 @@
 """Kernels compute what torch computes, each row alike in any company; what goes wrong with compiling is told."""
 
-import platform
 import shutil
 import stat
 from pathlib import Path
@@ -18,17 +17,6 @@ from mtp.layers import Linear, RMSNorm, use_kernels
 from mtp.output import project
 
 ALL = frozenset(range(1, MOST_ROWS + 1))
-# Vectors of sixteen, eight and four numbers, as far as this machine has them.
-PROCESSORS = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
-
-
-@pytest.fixture(scope="module", params=PROCESSORS)
-def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    if request.param == "native":
-        return request.getfixturevalue("kernels")  # type: ignore[no-any-return]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FLAGS", [flag.replace("native", request.param) for flag in module._FLAGS])
-        return Kernels(build(tmp_path_factory.mktemp("kernels")), ALL)
 
 
 def rough(*shape: int) -> Tensor:

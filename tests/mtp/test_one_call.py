@@ -9,25 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtp import kernels as module
 from mtp.config import BlockShape
 from mtp.heads.blocks import Block, KeyValues, Turn
-from mtp.kernels import MOST_ROWS, Kernels, build
+from mtp.kernels import MOST_ROWS, Kernels
 from mtp.layers import use_kernels
 from mtp.one_call import OneCall, Past, Text, fits
-from tests.mtp.test_kernels import ALL, PROCESSORS
 
 SIZE = 24
 SHAPE = BlockShape(intermediate_size=37, num_attention_heads=4, num_key_value_heads=2, head_dim=10)
-
-
-@pytest.fixture(scope="module", params=PROCESSORS)
-def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    if request.param == "native":
-        return request.getfixturevalue("kernels")  # type: ignore[no-any-return]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FLAGS", [flag.replace("native", request.param) for flag in module._FLAGS])
-        return Kernels(build(tmp_path_factory.mktemp("kernels")), ALL)
 
 
 class Reference:
