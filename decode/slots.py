@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decode.texts_cache import TextsCache
 from mtp.cache import BaseCache, RollbackLayer
 from mtp.one_call import Past, Text
 
@@ -108,7 +109,7 @@ def _cycles(order: Sequence[int]) -> list[list[int]]:
     return cycles
 
 
-class SlotCache(BaseCache):
+class SlotCache(TextsCache):
     """Up to `slots` texts. `lengths` says how many tokens each row holds; `length`, how many columns all of them span.
 
     `pattern` is an empty cache of the base; it tells which layers hold keys and values.
@@ -116,11 +117,8 @@ class SlotCache(BaseCache):
 
     def __init__(self, pattern: BaseCache, slots: int) -> None:
         self._window = _Window()
-        layers = [
-            SlotLayer(self._window) if isinstance(layer, RollbackLayer) else layer for layer in pattern.native.layers
-        ]
-        super().__init__(layers, slides=pattern.slides)
-        self.slots, self.lengths = slots, list[int]()
+        super().__init__(pattern, lambda: SlotLayer(self._window))
+        self.slots = slots
         self._capacity = 0
 
     def mask(self, device: torch.device) -> Tensor:
@@ -149,15 +147,6 @@ class SlotCache(BaseCache):
             layer.take(given, lengths, self.slots, self._capacity)
         self._set_lengths([*self.lengths, *lengths])
 
-    def drop(self, row: int) -> None:
-        """Forget a text; the last row takes its place."""
-        last = len(self.lengths) - 1
-        if row != last:
-            for layer in self.layers:
-                layer.move_row(last, row)
-            self.lengths[row] = self.lengths[last]
-        self._set_lengths(self.lengths[:last])
-
     def reorder(self, order: Sequence[int]) -> None:
         """Row i becomes what row `order[i]` was, by moving only the rows that change place."""
         for cycle in _cycles(order):
@@ -181,12 +170,3 @@ class SlotCache(BaseCache):
         self._window.rows, self._window.first = len(lengths), self._window.end - self.length
         for layer in self.layers:
             layer.length = self.length
-
-    def rollback(self, length: int) -> None:
-        raise NotImplementedError("the texts of a batch are dropped, not cut back")
-
-    def keep(self, length: int, positions: Sequence[int]) -> None:
-        raise NotImplementedError("the texts of a batch are dropped, not cut back")
-
-    def select(self, rows: Tensor) -> None:
-        raise NotImplementedError("use drop and take")

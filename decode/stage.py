@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decode.texts_cache import TextsCache
 from mtp.cache import BaseCache, RollbackLayer
 from mtp.one_call import Past, Text
 
@@ -85,17 +86,13 @@ class StageLayer(RollbackLayer):
             buffer[target] = buffer[source]
 
 
-class StageCache(BaseCache):
+class StageCache(TextsCache):
     """Up to `slots` texts. `lengths` says how many tokens each row holds; `length`, how many columns come before the
     stage. `pattern` is an empty cache of the base; it tells which layers hold keys and values."""
 
     def __init__(self, pattern: BaseCache, slots: int) -> None:
         self._stage = _Stage(slots)
-        layers = [
-            StageLayer(self._stage) if isinstance(layer, RollbackLayer) else layer for layer in pattern.native.layers
-        ]
-        super().__init__(layers, slides=pattern.slides)
-        self.lengths: list[int] = []
+        super().__init__(pattern, lambda: StageLayer(self._stage))
         self._in_place = False
 
     def take(self, read: BaseCache) -> None:
@@ -161,15 +158,6 @@ class StageCache(BaseCache):
         empty.advance(length)
         return empty
 
-    def drop(self, row: int) -> None:
-        """Forget a text; the last row takes its place."""
-        last = len(self.lengths) - 1
-        if row != last:
-            for layer in self.layers:
-                layer.move_row(last, row)
-            self.lengths[row] = self.lengths[last]
-        self._set_lengths(self.lengths[:last])
-
     def _make_room(self, columns: int) -> None:
         if columns > self._stage.capacity:
             self._stage.capacity = max(_FIRST_CAPACITY, 1 << (columns - 1).bit_length())
@@ -179,12 +167,3 @@ class StageCache(BaseCache):
         self._stage.rows, self._stage.start = len(lengths), self.length
         for layer in self.layers:
             layer.length = self.length
-
-    def rollback(self, length: int) -> None:
-        raise NotImplementedError("use keep_first")
-
-    def keep(self, length: int, positions: Sequence[int]) -> None:
-        raise NotImplementedError("use keep_first")
-
-    def select(self, rows: Tensor) -> None:
-        raise NotImplementedError("use drop and take")

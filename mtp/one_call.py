@@ -72,7 +72,7 @@ class OneCall:
 
     def __init__(self, kernels: Kernels, blocks: Sequence[Parts], size: int) -> None:
         assert all(fits(block) for block in blocks)
-        self.kernels, self.blocks, self.size = kernels, list(blocks), size
+        self.kernels, self.blocks = kernels, list(blocks)
         shape = blocks[0].attention.shape
         self._shape = _Shape(
             hidden=size,
