@@ -41,6 +41,8 @@ class Outcome:
     """Per token: whether the base's logits it was judged by or drawn from are usable."""
     possible: list[bool]
     """Per token: whether the processors left anything that could come."""
+    rejected: tuple[int, ...] = ()
+    """The drafts that stood where the last of `tokens` stands now; none where that is the bonus token."""
     copied: bool = False
     """Whether the drafts were copied from the text."""
 
@@ -95,6 +97,7 @@ class Chain:
             residual_empty=bool(empty),
             finite=[bool(flag) for flag in flags[: accepted + 1]],
             possible=[bool(flag) for flag in flags[rows : rows + accepted + 1]],
+            rejected=tuple(tokens[accepted : min(accepted + 1, drafted)]),
             copied=self.copied,
         )
 

@@ -44,6 +44,9 @@ class Step:
     finish_reason: FinishReason | None
     logprobs: tuple[float, ...] = ()
     """Per token, if the request asks: log-probability under the base, before any processor."""
+    rejected: tuple[int, ...] = ()
+    """The drafts in whose place the last token was recovered: one of a chain, siblings of a tree. None where the last
+    token is the bonus, a draft, or came without drafts."""
 
 
 class Engine:
@@ -203,7 +206,8 @@ class Decoding:
             if reason is None:
                 self._commit(outcome, output.features)
             drafted = tuple(index < len(outcome.path) for index in range(kept))
-        return Step(tuple(outcome.tokens[:kept]), drafted, reason, tuple(logprobs)), outcome.path
+            rejected = outcome.rejected if kept == len(outcome.tokens) else ()
+        return Step(tuple(outcome.tokens[:kept]), drafted, reason, tuple(logprobs), rejected), outcome.path
 
     def _room_for_drafts(self, remaining: int) -> int:
         """K of this step: a step commits up to K + 1 tokens. Without any anchor there is nothing to draft from."""

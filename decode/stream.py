@@ -4,7 +4,7 @@ Knows: how steps become text, and what is told of it. Refuses to know: where ste
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode.engine import Step
 from decode.stats import DecodeStats
@@ -22,6 +22,8 @@ class Piece:
     """Per token: an accepted draft, or (False) the recovered or bonus token."""
     logprobs: tuple[float, ...] = ()
     """Per token, if asked for: see `Result`."""
+    rejected: tuple[int, ...] = ()
+    """The drafts in whose place the last token was recovered; none if it is the bonus token, or a draft."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Result:
     finish_reason: FinishReason
     prompt_tokens: int
     stats: DecodeStats
+    steps: list[Step] = field(default_factory=list)
+    """What each step committed, and which drafts were rejected: where a text came fast, and why not elsewhere."""
     logprobs: list[float] | None = None
     """Per id, if `logprobs` is asked for: natural logarithm of the base's probability before temperature and any other
     processor; the same as plain decoding gives, to rounding."""
@@ -48,6 +52,7 @@ class Stream:
         self._to_pieces = to_pieces
         self._prompt_tokens = prompt_tokens
         self._texts: list[str] = []
+        self._done: list[Step] = []
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._result: Result | None = None
@@ -63,12 +68,14 @@ class Stream:
         """Take in a step that came another way than by iterating."""
         text = self._to_pieces.push(step.tokens, final=step.finish_reason is not None)
         self._texts.append(text)
+        self._done.append(step)
         self._token_ids.extend(step.tokens)
         self._logprobs.extend(step.logprobs)
         if step.finish_reason:
             whole, logprobs = "".join(self._texts), self._logprobs or None
-            self._result = Result(whole, self._token_ids, step.finish_reason, self._prompt_tokens, self.stats, logprobs)
-        return Piece(text, step.tokens, step.drafted, step.logprobs)
+            counts = self._prompt_tokens, self.stats
+            self._result = Result(whole, self._token_ids, step.finish_reason, *counts, self._done, logprobs)
+        return Piece(text, step.tokens, step.drafted, step.logprobs, step.rejected)
 
     @property
     def result(self) -> Result:

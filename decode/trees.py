@@ -66,6 +66,7 @@ class Tree:
             residual_empty=verdict.residual_empty,
             finite=check.finite[rows].tolist(),
             possible=check.possible[rows].tolist(),
+            rejected=tuple(self.tree.tokens[[child - 1 for child in self.tree.children(rows[-1])]].tolist()),
         )
 
 

@@ -257,3 +257,23 @@ def test_draft_vocabulary_reaches_only_its_tokens() -> None:
     tokens = [pair for step in steps for pair in zip(step.tokens, step.drafted, strict=True)]
     assert {token for token, is_draft in tokens if is_draft} == set(allowed.tolist())
     assert len({token for token, is_draft in tokens if not is_draft}) == 12
+
+
+@pytest.mark.parametrize("tree", [None, "2,2"])
+def test_a_step_names_the_drafts_that_its_last_token_replaces(tree: str | None) -> None:
+    """What is rejected is never what came in its place, and nothing is where all drafts stay."""
+    asked = Request(temperature=1.0, tree=tree, verify="token")
+    stats = DecodeStats(asked.reported_rule, 2, tree)
+    engine, stopping = (
+        Engine(TableTarget(table(4, vocab=5)), TableDrafter(table(3, vocab=5))),
+        Stopping(room(2, 400, 300)),
+    )
+    steps = list(engine.run([0, 1], request=asked, stopping=stopping, random=RandomSource(0), stats=stats))
+    assert any(step.rejected for step in steps)
+    assert not any(step.tokens[-1] in step.rejected for step in steps)
+    assert all(not step.rejected for step in steps if step.drafted[-1] or len(step.tokens) == 3)
+    if (
+        tree is None
+    ):  # every step here drafts two, but the last ones near the limit, and commits fewer if one was rejected
+        full = steps[:-2]
+        assert all(bool(step.rejected) == (len(step.tokens) < 3) for step in full)
