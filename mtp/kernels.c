@@ -18,6 +18,8 @@
 #define ROWS 8   /* that share what is read of a matrix */
 #define NEAR 4096 /* numbers that stay in the nearest cache while matrices stream through it */
 #define BLOCK 128 /* rows of a matrix that stay in a cache while rows of x pass */
+#define MIXED (WIDTH > 8 ? 3 : 2) /* queries that share a value that was read */
+#define ROW (WIDTH + CHUNK)
 #define CHUNK 64 /* places whose scores are normalised together; a multiple of WIDTH */
 #define WIDE (WIDTH > 8 ? 4 : 2) /* streams when many sums are wanted: fewer where there are half as many registers */
 #define UNROLL _Pragma("GCC unroll 16")
@@ -213,9 +215,84 @@ static void turn(float *x, const float *cos, const float *sin, long width)
     }
 }
 
-/* Scores of one query over some places, to their maximum, the sum of exponentials and the sum of values by these.
-   found: maximum, sum, E values. score [CHUNK] holds products of query and keys; nothing is seen where -inf. */
-static void weigh(float *score, long places, float scale, const float *values, long stride, long size, float *found)
+/* Sums of WIDTH vectors, one a lane: neighbouring lanes are added, of two vectors at once, then pairs of them and so on.
+   A step of it gives lane I either to `a` or to `b`, which stands `apart` behind it. */
+#define LOW(I, APART) ((I) & APART ? b[(I) & ~APART] : a[I])
+#define HIGH(I, APART) ((I) & APART ? b[I] : a[(I) | APART])
+#define FOUR(F, I, APART) F(I, APART), F(I + 1, APART), F(I + 2, APART), F(I + 3, APART)
+#if WIDTH == 16
+#define LANES(F, APART) (vec){FOUR(F, 0, APART), FOUR(F, 4, APART), FOUR(F, 8, APART), FOUR(F, 12, APART)}
+#elif WIDTH == 8
+#define LANES(F, APART) (vec){FOUR(F, 0, APART), FOUR(F, 4, APART)}
+#else
+#define LANES(F, APART) (vec){FOUR(F, 0, APART)}
+#endif
+#define ADD_LANES(APART) UNROLL for (int i = 0; i < WIDTH; i += 2 * APART) { \
+    vec a = sum[i], b = sum[i + APART]; \
+    sum[i] = LANES(LOW, APART) + LANES(HIGH, APART); \
+}
+
+INLINE vec totals(vec *sum)
+{
+    ADD_LANES(1)
+    ADD_LANES(2)
+#if WIDTH > 4
+    ADD_LANES(4)
+#endif
+#if WIDTH > 8
+    ADD_LANES(8)
+#endif
+    return sum[0];
+}
+
+/* Products of one query with WIDTH keys, each summed in the same way. */
+INLINE vec products(const float *query, const float *keys, long stride, long size)
+{
+    vec sum[WIDTH];
+    long e = 0;
+    UNROLL for (int t = 0; t < WIDTH; t++) sum[t] = (vec){0};
+    for (; e + WIDTH <= size; e += WIDTH) {
+        vec one = *(const vec *)(query + e);
+        UNROLL for (int t = 0; t < WIDTH; t++) sum[t] += one * *(const vec *)(keys + t * stride + e);
+    }
+    if (e < size) {
+        vec one = read_some(query, e, 0, size - e);
+        UNROLL for (int t = 0; t < WIDTH; t++) sum[t] += one * read_some(keys, t * stride + e, 0, size - e);
+    }
+    return totals(sum);
+}
+
+/* Keys and values of places that come next, fetched a few at a time while others are worked on. */
+struct ahead { const float *keys, *values; long left, some; };
+
+INLINE void fetch(struct ahead *next, long stride, long size)
+{
+    for (long p = 0; p < next->some && next->left; p++, next->left--, next->keys += stride, next->values += stride)
+        for (long e = 0; e < size; e += 16) {
+            __builtin_prefetch(next->keys + e, 0, 2);
+            __builtin_prefetch(next->values + e, 0, 2);
+        }
+}
+
+/* score [places] of one query with keys, before which there are `before` more. Where a vector of places would reach
+   beyond the last, it begins before the first, and writes there, too. */
+static void score_keys(const float *query, const float *keys, long before, long places, long stride, long size,
+                       float *score, struct ahead *next)
+{
+    if (before + places < WIDTH) {
+        for (long p = 0; p < places; p++) score[p] = products(query, keys + p * stride, 0, size)[0];
+        return;
+    }
+    for (long p = 0; p < places; p += WIDTH) {
+        long at = p + WIDTH <= places ? p : places - WIDTH;
+        fetch(next, stride, size);
+        *(vec *)(score + at) = products(query, keys + at * stride, stride, size);
+    }
+}
+
+/* Scores [CHUNK] of one query, products with keys on entry, to exponentials of their distance from the greatest, which
+   comes first in `found` and is followed by their sum. Nothing is seen where -inf. */
+static void weigh(float *score, long places, float scale, float *found)
 {
     for (long t = places; t < CHUNK; t++) score[t] = -__builtin_inff();
     vec top = (vec){0} - __builtin_inff();
@@ -224,9 +301,8 @@ static void weigh(float *score, long places, float scale, const float *values, l
         *(vec *)(score + t) = one;
         top = larger(one, top);
     }
-    float most = top[0], sum;
+    float most = top[0];
     for (int i = 1; i < WIDTH; i++) most = top[i] > most ? top[i] : most;
-    while (places && score[places - 1] == -__builtin_inff()) places--; /* 0 times no number is none */
     vec sums = {0};
     for (long t = 0; t < CHUNK; t += WIDTH) {
         vec one = *(vec *)(score + t);
@@ -235,30 +311,39 @@ static void weigh(float *score, long places, float scale, const float *values, l
         *(vec *)(score + t) = one;
         sums += one;
     }
-    sum = total(sums);
     found[0] = most;
-    found[1] = sum;
+    found[1] = total(sums);
+}
+
+/* What n queries get of the values: found [n, `apart` from each other]. A value that was read serves all of them. */
+INLINE void mix(const int n, const float *scores, const float *values, long places, long stride, long size, float *found,
+                long apart)
+{
     long e = 0;
     for (; e + 4 * WIDTH <= size; e += 4 * WIDTH) {
-        vec mixed[4] = {{0}}, others[4] = {{0}}; /* two places at a time, as a sum waits for the one before it */
-        long t = 0;
-        for (; t + 2 <= places; t += 2) UNROLL for (int i = 0; i < 4; i++) {
-            mixed[i] += score[t] * *(const vec *)(values + t * stride + e + i * WIDTH);
-            others[i] += score[t + 1] * *(const vec *)(values + (t + 1) * stride + e + i * WIDTH);
+        vec mixed[MIXED][4];
+        UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < 4; i++) mixed[r][i] = (vec){0};
+        for (long t = 0; t < places; t++) {
+            vec value[4];
+            UNROLL for (int i = 0; i < 4; i++) {
+                value[i] = *(const vec *)(values + t * stride + e + i * WIDTH);
+                KEEP(value[i]);
+            }
+            UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < 4; i++)
+                mixed[r][i] += scores[r * ROW + t] * value[i];
         }
-        if (t < places) UNROLL for (int i = 0; i < 4; i++)
-            mixed[i] += score[t] * *(const vec *)(values + t * stride + e + i * WIDTH);
-        UNROLL for (int i = 0; i < 4; i++) *(vec *)(found + 2 + e + i * WIDTH) = mixed[i] + others[i];
+        UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < 4; i++)
+            *(vec *)(found + r * apart + e + i * WIDTH) = mixed[r][i];
     }
-    for (; e + WIDTH <= size; e += WIDTH) {
-        vec mixed = {0};
-        for (long t = 0; t < places; t++) mixed += score[t] * *(const vec *)(values + t * stride + e);
-        *(vec *)(found + 2 + e) = mixed;
-    }
-    if (e < size) {
-        vec mixed = {0};
-        for (long t = 0; t < places; t++) mixed += score[t] * read_some(values, t * stride + e, 0, size - e);
-        __builtin_memcpy(found + 2 + e, &mixed, 4 * (size - e));
+    for (; e < size; e += WIDTH) {
+        long count = size - e < WIDTH ? size - e : WIDTH;
+        UNROLL for (int r = 0; r < n; r++) {
+            vec mixed = {0};
+            for (long t = 0; t < places; t++)
+                mixed += scores[r * ROW + t] * (count == WIDTH ? *(const vec *)(values + t * stride + e)
+                                                                  : read_some(values, t * stride + e, 0, count));
+            __builtin_memcpy(found + r * apart + e, &mixed, 4 * count);
+        }
     }
 }
 
@@ -282,23 +367,32 @@ static int hidden_from(const struct text *t, const struct seen *seen, long row, 
 
 /* All queries of one key-value head over one chunk of places. queries [J, n, G, E]; partial [J, n, G, most, 2 + E] */
 static void attend_chunk(const struct layer *l, const struct shape *s, const struct text *t, const struct seen *seen,
-                         long j, long chunk, long most, const float *queries, float *partial)
+                         long task, long after, long most, const float *queries, float *partial)
 {
-    long group = s->heads / s->kv_heads, start = chunk * CHUNK, length = t->past + t->n;
-    long places = length - start < CHUNK ? length - start : CHUNK;
-    long from = t->offset + j * s->head_stride + start * s->place_stride, masked = seen->visible ? seen->masked : t->n;
-    float scores[ROWS * CHUNK], scale = 1.0f / __builtin_sqrtf(s->head);
-    for (long first = 0; first < t->n * group; first += ROWS) {
-        int some = t->n * group - first < ROWS ? t->n * group - first : ROWS;
-        few_rows(some, queries + (j * t->n * group + first) * s->head, l->keys + from, 0, 0, places, s->head,
-                 s->place_stride, scores, CHUNK);
+    long group = s->heads / s->kv_heads, count = t->n * group, chunks = chunks_of(t), j = task / chunks;
+    long chunk = task % chunks, start = chunk * CHUNK, length = t->past + t->n;
+    long places = length - start < CHUNK ? length - start : CHUNK, stride = s->place_stride, apart = most * (2 + s->head);
+    long from = t->offset + j * s->head_stride + start * stride, masked = seen->visible ? seen->masked : t->n;
+    float room[MIXED * ROW], *scores = room + WIDTH, scale = 1.0f / __builtin_sqrtf(s->head);
+    long then = t->offset + after / chunks * s->head_stride + after % chunks * CHUNK * stride;
+    struct ahead next = {l->keys + then, l->values + then, after < s->kv_heads * chunks ? CHUNK : 0, WIDTH / count + 1};
+    int seen_by_all = start + places <= length - masked;
+    for (long first = 0, some; first < count; first += some) {
+        some = !seen_by_all ? 1 : count - first < MIXED ? count - first : MIXED;
+        float *found = partial + (j * count + first) * apart + chunk * (2 + s->head);
+        long visible = places;
         for (int i = 0; i < some; i++) {
-            long query = first + i, r = query / group;
+            float *score = scores + i * ROW;
+            score_keys(queries + (j * count + first + i) * s->head, l->keys + from, start, places, stride, s->head,
+                       score, &next);
             for (long p = length - masked > start ? length - masked - start : 0; p < places; p++)
-                if (hidden_from(t, seen, r, start + p)) scores[i * CHUNK + p] = -__builtin_inff();
-            weigh(scores + i * CHUNK, places, scale, l->values + from, s->place_stride, s->head,
-                  partial + ((j * t->n * group + query) * most + chunk) * (2 + s->head));
+                if (hidden_from(t, seen, (first + i) / group, start + p)) score[p] = -__builtin_inff();
+            while (visible && score[visible - 1] == -__builtin_inff()) visible--; /* 0 times no number is none */
+            weigh(score, places, scale, found + i * apart);
         }
+        if (some == 3) mix(3, scores, l->values + from, places, stride, s->head, found + 2, apart);
+        else if (some == 2) mix(2, scores, l->values + from, places, stride, s->head, found + 2, apart);
+        else mix(1, scores, l->values + from, visible, stride, s->head, found + 2, apart);
     }
 }
 
@@ -385,7 +479,7 @@ static void attend(const struct layer *l, const struct shape *s, const struct te
     for (const struct text *t = texts; t < texts + count; t++)
         for (long i = 0; i < s->kv_heads * chunks_of(t); i++)
             if (task++ % all == me)
-                attend_chunk(l, s, t, seen, i / chunks_of(t), i % chunks_of(t), most, queries + t->first * wide,
+                attend_chunk(l, s, t, seen, i, i + all, most, queries + t->first * wide,
                              partial + t->first * s->heads * most * (2 + s->head));
     #pragma omp barrier
     for (const struct text *t = texts; t < texts + count; t++)
