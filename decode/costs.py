@@ -20,13 +20,15 @@ from torch import Tensor
 
 from decode.chain import Drafting, draft_chain
 from decode.target import Target
+from decode.tree_shape import TreeShape
+from decode.trees import draft_tree
 from mtp.base import FrozenBase
 
 CONTEXT = 200
 """Places of the text behind which a step is measured, if the base's context has room for them."""
 LEAST_ROWS = 8
 """Rows that are measured at least, if the base's context has room for them."""
-ROUNDS, _READ_ROUNDS = 7, 12
+ROUNDS, TREE_ROUNDS, _READ_ROUNDS = 7, 5, 12
 _BUFFER, _LEAST_BUFFER = 2**29, 2**25  # bytes: far beyond the cache, and less where memory is short
 _READS_IN_A_ROW = 4  # by an accelerator, which then need not be waited for in between
 Clock = Callable[[], float]
@@ -110,6 +112,27 @@ def measure_steps(
     spent = in_turns(jobs, target.device, rounds, clock, before=partial(target.rollback, past))
     times = [median(one) for one in spent]
     return times[: rows.shape[1]], times[-1] / drafts if drafter is not None else None
+
+
+@torch.inference_mode()
+def measure_trees(
+    target: Target, given: Drafting, shape: TreeShape, most: int, clock: Clock = time.perf_counter
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds [most + 1] of a forward over a tree of 0 to `most` levels, and of drafting it; medians."""
+    past, drafter = len(given.committed) - 1, given.drafter
+    assert drafter is not None, "without heads there are no drafts"
+    target.start(drafter.feature_layers)
+    output = target.forward(given.committed[None, :-1], num_logits=0)
+    drafter.start(given.committed[None])
+    drafter.ingest(output.features, given.committed[None, 1:])
+    levels = range(1, most + 1)
+    trees = [draft_tree(given, shape, level) for level in levels]
+    jobs: list[Callable[[], object]] = [partial(target.forward, given.last[None], num_logits=1)]
+    jobs += [partial(tree.forward, target) for tree in trees]
+    jobs += [partial(draft_tree, given, shape, level) for level in levels]
+    spent = in_turns(jobs, target.device, TREE_ROUNDS, clock, before=partial(target.rollback, past))
+    times = [median(one) for one in spent]
+    return tuple(times[: most + 1]), (0.0, *times[most + 1 :])
 
 
 def _draft(given: Drafting, drafts: int, places: "count[int]") -> None:

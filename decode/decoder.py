@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decode.chain import Drafting
-from decode.costs import ROUNDS, measure_steps
+from decode.costs import ROUNDS, measure_steps, measure_trees
 from decode.draft_length import CONTEXT, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, run_alone
@@ -56,7 +56,7 @@ class Decoder:
             check_pair(base, heads)
         self.base = base
         self.heads = heads
-        self._lengths: dict[int, DraftLengths] = {}  # what `--draft-length auto` has learned, by batch size
+        self._lengths: dict[tuple[int, str | None], DraftLengths] = {}  # of `auto`: by batch size and tree
 
     @classmethod
     def from_pretrained(
@@ -218,17 +218,21 @@ class Decoder:
             return Engine(BaseTarget(self.base))
         lengths = None
         if request.draft_length == "auto":
-            if batch_size not in self._lengths:
-                self._lengths[batch_size] = DraftLengths(self._step_costs(batch_size))
-            lengths = self._lengths[batch_size]
+            kind = batch_size, request.tree
+            if kind not in self._lengths:
+                self._lengths[kind] = DraftLengths(self._step_costs(batch_size, request.tree))
+            lengths = self._lengths[kind]
         return Engine(BaseTarget(self.base), HeadsDrafter(self.heads), lengths=lengths)
 
-    def _step_costs(self, batch_size: int = 1) -> StepCosts:
+    def _step_costs(self, batch_size: int, tree: str | None) -> StepCosts:
         """What steps cost here with each K, measured in about a second; in a batch, the share of one of its texts."""
         assert self.heads is not None
         most = self.heads.config.draft_length
         tokens = torch.arange(CONTEXT + 1 + most, device=self.base.device) % self.base.vocab_size
         given = self.drafting(Request(temperature=1.0, seed=0), tokens[: CONTEXT + 1])
+        if tree is not None:
+            shape = TreeShape.parse(tree)
+            return StepCosts(*measure_trees(BaseTarget(self.base), given, shape, shape.depth or most))
         target = BaseTarget(self.base) if batch_size == 1 else Copies(self.base, batch_size)
         rounds = ROUNDS if batch_size == 1 else 2  # these take long, and differ by more
         forward, draft = measure_steps(target, given, tokens[CONTEXT + 1 :], most, rounds)

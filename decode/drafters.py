@@ -38,7 +38,8 @@ class Drafter(Protocol):
         """Logits [B, Vd] of draft position k = 1, 2, …; `previous` [B] is the token before it."""
 
     def fork(self, origins: Tensor) -> None:
-        """For trees: row i of the next `draft` goes on from row origins[i] [M] of the latest, until `ingest`."""
+        """For trees: row i of the next `draft` goes on from row origins[i] [M] of the latest, until `ingest` or a first
+        draft."""
 
 
 class HeadsDrafter:
@@ -72,6 +73,8 @@ class HeadsDrafter:
 
     def draft(self, k: int, previous: Tensor) -> Tensor:
         assert self._state is not None, "start() was not called"
+        if k == 1:
+            self._branches = None
         return self.heads.draft(self._branches or self._state, k, previous)
 
     def fork(self, origins: Tensor) -> None:

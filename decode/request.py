@@ -24,7 +24,7 @@ class Request(SamplingConfig):
     max_new_tokens: int = option(128, "most tokens to generate per prompt; the base's context may end it earlier")
     seed: int | None = option(None, "makes the draws repeatable; each prompt starts from it")
     draft_length: int | Literal["auto"] | None = option(
-        None, "K; default: what was trained; 0 decodes plainly; auto: the fastest, chosen anew in every step"
+        None, "K, or levels of a tree; default: what was trained; 0 is none; auto: the fastest, chosen in every step"
     )
     verify: str | None = option(
         None, "acceptance rule: block (default), token, match or lossy-typical (not exact); greedy at temperature 0"
@@ -117,19 +117,12 @@ class Request(SamplingConfig):
     def _validate_lookup(self) -> None:
         if not 0 <= self.lookup <= MOST_DRAFTS:
             raise UserError(f"--lookup is {self.lookup}; use a number from 0 (off) to {MOST_DRAFTS}.")
-        if self.lookup and self.tree is not None:
-            raise UserError(
-                f"--lookup is {self.lookup}, but --tree is {self.tree}, and what is looked up is a chain; leave one of "
-                "them out."
-            )
 
     def _validate_tree(self) -> None:
         assert self.tree is not None
         TreeShape.parse(self.tree)
         if self.draft_length == 0:
             raise UserError(f"--tree is {self.tree}, but --draft-length is 0, which drafts nothing; leave one out.")
-        if self.draft_length == "auto":
-            raise UserError(f"--tree is {self.tree}, which has a size of its own; leave out --draft-length auto.")
         if self.adaptive:
             raise UserError(
                 f"--tree is {self.tree}, which has a size of its own; leave out --draft-min-confidence, "

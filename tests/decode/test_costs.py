@@ -11,10 +11,11 @@ from torch import Tensor
 
 from decode import costs as module
 from decode.chain import Drafting
-from decode.costs import Costs, in_turns, measure_steps, read_bandwidth, weight_bytes
+from decode.costs import Costs, in_turns, measure_steps, measure_trees, read_bandwidth, weight_bytes
 from decode.laws import Laws
 from decode.request import Request
 from decode.target import TargetOutput
+from decode.tree_shape import TreeShape
 from mtp.keyed import KeyedSource
 from mtp.sampling import RandomSource
 from tests.decode.toys import TableDrafter, TableTarget, table
@@ -66,6 +67,10 @@ class TimedTarget(TableTarget):
         self.clock.passes(10.0 + tokens.shape[1])
         return super().forward(tokens, num_logits)
 
+    def forward_tree(self, tokens: Tensor, visible: Tensor, depths: Tensor) -> TargetOutput:
+        self.clock.passes(10.0 + tokens.shape[1])
+        return super().forward_tree(tokens, visible, depths)
+
 
 class TimedDrafter(TableDrafter):
     """A draft takes 3 seconds."""
@@ -94,6 +99,17 @@ def test_forwards_and_drafts_are_measured_behind_the_same_text(drafts: int) -> N
     assert draft == (3.0 if drafts else None)
     assert target.before == [0] + [3] * 3 * 4  # all but the last committed token, then always behind these
     assert drafter.asked == [1, 2] * (4 if drafts else 0)
+
+
+def test_trees_are_measured_level_by_level() -> None:
+    """A forward takes 10 and 1 for each row, a level of drafts 3."""
+    clock = Clock()
+    target, drafter = TimedTarget(clock), TimedDrafter(clock)
+    committed, request = torch.tensor([0, 1, 2, 1]), Request(temperature=1.0)
+    given = Drafting(drafter, committed, Laws(request, None, None), 3, request, RandomSource(0))
+    forward, draft = measure_trees(target, given, TreeShape.parse("2,1"), 2, clock=clock)
+    assert forward == (11.0, 13.0, 15.0)
+    assert draft == (0.0, 3.0, 6.0)
 
 
 def test_keyed_draws_are_made_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

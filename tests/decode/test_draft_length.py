@@ -80,10 +80,11 @@ def test_costs_of_parts_and_measured_ones(tmp_path: Path) -> None:
     assert StepCosts.of_parts([1.0, 2.0, 3.5], 0.25).of(2) == 4.0
     base = tiny_base("llama", tmp_path)
     decoder = Decoder(base, new_heads(HeadsOptions(draft_length=3), base))
-    costs = decoder._step_costs()
-    assert len(costs.verify) == len(costs.draft) == 4
-    assert min(costs.verify) > 0
-    assert costs.draft[1] > 0
+    for tree, most in ((None, 3), ("2,1", 2), ("dynamic:4", 3)):
+        costs = decoder._step_costs(1, tree)
+        assert len(costs.verify) == len(costs.draft) == most + 1
+        assert min(costs.verify) > 0
+        assert costs.draft[0] == 0 < min(costs.draft[1:])
 
 
 class Schedule(DraftLengths):
@@ -117,6 +118,17 @@ class Watched(HeadsDrafter):
         return logits
 
 
+@pytest.mark.parametrize("tree", ["2,1,1", "1,2,1"])
+def test_levels_of_a_tree_are_chosen_like_drafts_of_a_chain(tree: str, tmp_path: Path) -> None:
+    base = tiny_base("llama", tmp_path)
+    heads, request = new_heads(HeadsOptions(draft_length=3), base), Request(tree=tree)
+    plain, _ = decode(Engine(BaseTarget(base)), [5, 6, 7], 60, 0, request=Request())
+    engine = Engine(BaseTarget(base), HeadsDrafter(heads), lengths=Schedule([1, 0, 2]))
+    tokens, stats = decode(engine, [5, 6, 7], 60, 3, request=request)
+    assert tokens == plain
+    assert stats.drafted_at[2] == 0 < stats.drafted_at[1] < stats.drafted_at[0] < stats.steps
+
+
 @pytest.mark.parametrize("kind", ["recurrent", "sequential", "parallel", "hydra", "medusa"])
 @pytest.mark.parametrize("series", [[3, 0, 3], [0, 0, 0, 0, 1], [0] * 40 + [3]])
 def test_heads_stay_in_sync_through_steps_without_drafts(kind: str, series: list[int], tmp_path: Path) -> None:
@@ -144,6 +156,9 @@ def test_from_the_command_line_and_python(tmp_path: Path) -> None:
     found = decoder.generate("the user", max_new_tokens=40, draft_length="auto")
     assert found.token_ids == plain.token_ids
     assert found.stats.draft_length == 3
+    for tree in ("2,1", "dynamic:4"):
+        found = decoder.generate("the user", max_new_tokens=40, draft_length="auto", tree=tree, lookup=3)
+        assert found.token_ids == plain.token_ids
     keyed = [
         decoder.generate("the user", max_new_tokens=40, draft_length=k, temperature=1.0, seed=3, reproducible=True)
         for k in (0, "auto")
@@ -152,10 +167,10 @@ def test_from_the_command_line_and_python(tmp_path: Path) -> None:
     assert Decoder(base).generate("the user", max_new_tokens=5, draft_length="auto").stats.draft_length == 0
 
 
-@pytest.mark.parametrize(("value", "more"), [("many", {}), (-1, {}), ("auto", {"tree": "2,1"})])
-def test_refused(value: object, more: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["many", -1])
+def test_refused(value: object, tmp_path: Path) -> None:
     base = tiny_base("llama", tmp_path)
     decoder = Decoder(base, new_heads(HeadsOptions(draft_length=3), base))
     with pytest.raises(UserError, match="--draft-length"):
-        decoder.generate("the user", draft_length=value, **more)
+        decoder.generate("the user", draft_length=value)  # type: ignore[arg-type]
     assert main(["generate", "--heads", "x", "--prompt", "x", "--draft-length", "many"]) == 2

@@ -162,6 +162,12 @@ def test_law_of_match_equals_base(draft_length: int, lookup: int) -> None:
         assert law_error(0, 5, request, p=P2, q=Q2, prompt=(0, 1, 1, 0, 1)) < EXACT
 
 
+@pytest.mark.parametrize("rule", CHAIN_RULES)
+@pytest.mark.parametrize(("tree", "depth"), [("2", 1), ("1,2", 2), ("dynamic:3", 2)])
+def test_law_where_chains_that_are_copied_and_trees_take_turns(rule: str, tree: str, depth: int) -> None:
+    assert law_error(depth, 3, replace(CHAIN_RULES[rule], lookup=2, tree=tree)) < EXACT
+
+
 @pytest.mark.parametrize("rule", JUDGING)
 def test_law_with_end_of_sequence_inside_copied_blocks(rule: str) -> None:
     request = replace(CHAIN_RULES[rule], lookup=3)
@@ -360,5 +366,3 @@ def test_the_command_line_needs_no_heads(tmp_path: Path, capsys: pytest.CaptureF
     assert "K = 0, lookup 5, greedy" in shown.err
     assert main(args) == 0
     assert capsys.readouterr().out == shown.out
-    assert main([*args, "--lookup", "5", "--tree", "2,1"]) == 2
-    assert "--lookup is 5, but --tree is 2,1" in capsys.readouterr().err

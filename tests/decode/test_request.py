@@ -57,10 +57,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**WARM, "draft_min_prob": -0.1}, "--draft-min-prob is -0.1; use a number from 0 to 1."),
     ({"lookup": -1}, "--lookup is -1; use a number from 0 (off) to 16."),
     ({"lookup": 17}, "--lookup is 17; use a number from 0 (off) to 16."),
-    (
-        {"lookup": 5, "tree": "2,1"},
-        "--lookup is 5, but --tree is 2,1, and what is looked up is a chain; leave one of them out.",
-    ),
     ({**WARM, "draft_max_entropy": -1.0}, "--draft-max-entropy is -1.0; use a number from 0 to inf."),
     (
         {"tree": "2,1", "draft_length": 0},
@@ -115,7 +111,7 @@ def test_contradictions_and_bad_values_are_refused_in_full(options: dict[str, An
         {"tree": "dynamic:512"},
         {"tree": "1,1,1"},
         {"lookup": 16},
-        {"lookup": 0, "tree": "2,1"},
+        {"lookup": 5, "tree": "2,1", "draft_length": "auto"},
         {"lookup": 1, "draft_length": 0, "reproducible": True},
         {**WARM, "draft_min_confidence": 1.0, "draft_min_prob": 1.0, "draft_max_entropy": 0.0},
     ],
