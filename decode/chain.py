@@ -7,7 +7,7 @@ Refuses to know: the base's cache, stop rules, and what is done with the outcome
 Shapes: B batch, K draft position, R = K + 1 rows of the block, V vocabulary. B is 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,15 +120,32 @@ class Drafting:
         return self.committed[-1:]
 
 
+Chaining = Generator[tuple[int, Tensor], Tensor, Chain]
+"""A chain being drafted: asks for the logits [B, Vd] of draft position k behind a token [B]."""
+
+
 def draft_chain(given: Drafting, count: int) -> Chain:
     """Up to `count` drafts behind the text; a chain without drafts when `count` is 0."""
-    drafter, request, last = given.drafter, given.request, given.last
+    chaining = grow_chain(given, count)
+    try:
+        asked = next(chaining)
+        while given.drafter is not None:
+            asked = chaining.send(given.drafter.draft(*asked))
+    except StopIteration as done:
+        chain: Chain = done.value
+        return chain
+    raise AssertionError("drafts were asked for, and there is nobody to draft")
+
+
+def grow_chain(given: Drafting, count: int) -> Chaining:
+    """The same, for whoever asks the drafters of several texts at once."""
+    request, last = given.request, given.last
     tokens: list[Tensor] = [last]
     rows, usable, unusable = [], [], False
     for k in range(1, count + 1):
-        assert drafter is not None
         suffix = torch.cat(tokens[1:]) if k > 1 else last[:0]
-        q, good = given.laws.q(drafter.draft(k, tokens[-1]), given.vocab_size, given.committed, [suffix])
+        logits = yield k, tokens[-1]
+        q, good = given.laws.q(logits, given.vocab_size, given.committed, [suffix])
         if (request.adaptive or given.laws.look_at_text) and not bool(good):
             unusable = True  # and no processor is shown a text that could never come to be
             break

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.chain import Drafting, draft_chain
+from decode.chain import Drafting, draft_chain, grow_chain
+from decode.pooled import grow_together
 from decode.target import Target
 from decode.tree_shape import TreeShape
 from decode.trees import draft_tree
@@ -112,6 +113,27 @@ def measure_steps(
     spent = in_turns(jobs, target.device, rounds, clock, before=partial(target.rollback, past))
     times = [median(one) for one in spent]
     return times[: rows.shape[1]], times[-1] / drafts if drafter is not None else None
+
+
+@torch.inference_mode()
+def measure_drafts_together(
+    target: Target, texts: Sequence[Drafting], drafts: int, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds of one draft of one text, where so many draft at once. All texts are that of the first."""
+    drafters = {index: text.drafter for index, text in enumerate(texts)}
+    committed = texts[0].committed
+    assert texts[0].drafter is not None, "without heads there are no drafts"
+    target.start(texts[0].drafter.feature_layers)
+    features = target.forward(committed[None, :-1], num_logits=0).features
+    for drafter in filter(None, drafters.values()):
+        drafter.start(committed[None])
+        drafter.ingest(features, committed[None, 1:])
+
+    def draft() -> object:
+        return grow_together({index: grow_chain(text, drafts) for index, text in enumerate(texts)}, drafters)
+
+    [spent] = in_turns([draft], target.device, TREE_ROUNDS, clock)
+    return median(spent) / (drafts * len(texts))
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decode.chain import Drafting
-from decode.costs import ROUNDS, measure_steps, measure_trees
+from decode.costs import measure_drafts_together, measure_steps, measure_trees
 from decode.draft_length import CONTEXT, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, run_alone
@@ -233,9 +233,13 @@ class Decoder:
         if tree is not None:
             shape = TreeShape.parse(tree)
             return StepCosts(*measure_trees(BaseTarget(self.base), given, shape, shape.depth or most))
-        target = BaseTarget(self.base) if batch_size == 1 else Copies(self.base, batch_size)
-        rounds = ROUNDS if batch_size == 1 else 2  # these take long, and differ by more
-        forward, draft = measure_steps(target, given, tokens[CONTEXT + 1 :], most, rounds)
+        if batch_size == 1:
+            forward, draft = measure_steps(BaseTarget(self.base), given, tokens[CONTEXT + 1 :], most)
+        else:
+            copies = [self.drafting(given.request, given.committed) for _ in range(batch_size)]
+            draft = measure_drafts_together(BaseTarget(self.base), copies, most)
+            target = Copies(self.base, batch_size)
+            forward, _ = measure_steps(target, given, tokens[CONTEXT + 1 :], 0, rounds=2)  # these take long
         assert draft is not None
         return StepCosts.of_parts([seconds / batch_size for seconds in forward], draft)
 

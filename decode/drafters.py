@@ -6,8 +6,10 @@ engine does both, so that base and drafter share one road.
 Shapes: B batch, T position, F features, Vd draft vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from mtp.heads import Heads, State
@@ -77,6 +79,43 @@ class HeadsDrafter:
             self._branches = None
         return self.heads.draft(self._branches or self._state, k, previous)
 
+    def branch(self) -> State:
+        """What a first draft goes on from."""
+        assert self._state is not None, "start() was not called"
+        self._branches = None
+        return self._state
+
     def fork(self, origins: Tensor) -> None:
         assert self._state is not None, "start() was not called"
         self._branches = self.heads.fork(self._branches or self._state, origins)
+
+
+def ingest_together(texts: Sequence[tuple[Drafter, Tensor, Tensor]]) -> None:
+    """`ingest` for the drafters of several texts, at once where they are the same heads."""
+    states = _states([drafter for drafter, _, _ in texts])
+    if states is None:
+        for drafter, features, tokens in texts:
+            drafter.ingest(features, tokens)
+        return
+    heads, all_states = states
+    heads.ingest_several(all_states, [features for _, features, _ in texts], [tokens for _, _, tokens in texts])
+
+
+def draft_together(texts: Sequence[tuple[Drafter, int, Tensor]]) -> list[Tensor]:
+    """`draft` for the drafters of several texts, whose k are equal; at once where they are the same heads."""
+    states = _states([drafter for drafter, _, _ in texts])
+    if states is None:
+        return [drafter.draft(k, previous) for drafter, k, previous in texts]
+    heads, all_states = states
+    k = texts[0][1]
+    assert all(one == k for _, one, _ in texts)
+    logits = heads.draft_several(all_states, k, torch.cat([previous for _, _, previous in texts]))
+    return list(torch.split(logits, 1))
+
+
+def _states(drafters: Sequence[Drafter]) -> tuple[Heads, list[State]] | None:
+    """The heads that all of these are, and what each has of its text; None where they are not the same."""
+    same = [one for one in drafters if isinstance(one, HeadsDrafter)]
+    if len(drafters) < 2 or len(same) < len(drafters) or any(one.heads is not same[0].heads for one in same):
+        return None
+    return same[0].heads, [one.branch() for one in same]

@@ -49,6 +49,17 @@ class Step:
     token is the bonus, a draft, or came without drafts."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a step is to draft, before it does."""
+
+    given: Drafting
+    copied: list[int]
+    """Drafts that the text itself offers; then the heads are not asked."""
+    count: int
+    """K of this step."""
+
+
 class Engine:
     """Decodes with a target (p) and, unless K is 0, a drafter (q)."""
 
@@ -184,8 +195,14 @@ class Decoding:
     def propose(self) -> Chain | Tree:
         """The drafts of the next step, whose block the base is to be run over."""
         with self.watch.phase("draft"):
-            self.random.seek(len(self.text))
-            return self._propose(self.stopping.remaining)
+            plan = self.plan()
+            if plan.copied:
+                return copy_chain(plan.given, plan.copied)
+            if plan.count:
+                self._take_in()
+            if self.shape is not None and plan.count:
+                return draft_tree(plan.given, self.shape, plan.count)
+            return draft_chain(plan.given, plan.count)
 
     def decide(self, proposal: Chain | Tree, output: TargetOutput) -> tuple[Step, list[int]]:
         """Judge and commit, given what the base says of all rows of the block. With the step come the rows, below the
@@ -219,22 +236,21 @@ class Decoding:
     def _take_in(self) -> None:
         """Show the drafter what was committed since it last drafted, in one call."""
         if self.drafter and self.waiting:
-            features, tokens = zip(*self.waiting, strict=True)
-            self.drafter.ingest(torch.cat(features, dim=1), torch.cat(tokens, dim=1))
-            self.waiting = []
+            self.drafter.ingest(*self.take_waiting())
 
-    def _propose(self, remaining: int) -> Chain | Tree:
-        """Whether the drafts are copied is decided by the committed text, before anything is drawn."""
+    def take_waiting(self) -> tuple[Tensor, Tensor]:
+        """Verified anchors [1, T, F] and the token after each [1, T], which the caller shows the drafter."""
+        features, tokens = zip(*self.waiting, strict=True)
+        self.waiting = []
+        return torch.cat(features, dim=1), torch.cat(tokens, dim=1)
+
+    def plan(self) -> Plan:
+        """How the next step is to be drafted. Whether the drafts are copied is decided by the committed text, before
+        anything is drawn."""
+        self.random.seek(len(self.text))
         given = Drafting(self.drafter, self.text, self.laws, self.target.vocab_size, self.request, self.random)
-        copied = self._look_up(remaining)
-        if copied:
-            return copy_chain(given, copied)
-        count = self._room_for_drafts(remaining)
-        if count:
-            self._take_in()
-        if self.shape is not None and count:
-            return draft_tree(given, self.shape, count)
-        return draft_chain(given, count)
+        copied = self._look_up(self.stopping.remaining)
+        return Plan(given, copied, 0 if copied else self._room_for_drafts(self.stopping.remaining))
 
     def _look_up(self, remaining: int) -> list[int]:
         """What followed the text's last tokens where they stood before, as far as it may follow here."""

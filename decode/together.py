@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decode.chain import Chain
 from decode.engine import Decoding, Step, run_alone
+from decode.pooled import propose_together
 from decode.skinny import fast_products
 from decode.stage import StageCache
 from decode.stats import DecodeStats, Phase, Stopwatch
@@ -55,14 +56,11 @@ class _Row:
         self.stays = 0  # rows of its block
         self.over = False
 
-    def draft(self) -> list[News]:
-        """Its next chain; tells only what goes wrong."""
-        try:
-            proposal = self.text.propose()
-        except UserError as error:
+    def take(self, proposal: Chain | UserError) -> list[News]:
+        """Its next chain; tells only what went wrong."""
+        if isinstance(proposal, UserError):
             self.over = True
-            return [(self.number, error)]
-        assert isinstance(proposal, Chain), "a tree needs a forward of its own"
+            return [(self.number, proposal)]
         self.chain = proposal
         return []
 
@@ -102,7 +100,9 @@ class _Batch:
     @torch.inference_mode()
     def step(self) -> list[News]:
         """One step of every text; those that are done leave."""
-        news = [one for row in self.rows for one in row.draft()]
+        with self._shared("draft"):
+            proposals = propose_together([row.text for row in self.rows])
+        news = [one for row, proposal in zip(self.rows, proposals, strict=True) for one in row.take(proposal)]
         self._release()
         if not self.rows:
             return news

@@ -349,9 +349,13 @@ INLINE void mix(const int n, const float *scores, const float *values, long plac
 
 /* Rows of one text, `first` the first of them, behind `past` places whose keys and values begin at `offset` of the
    buffers. visible [n, masked]: which of the last places, the rows' own included, a row sees; all see what is before
-   these. NULL: each sees what is not behind it. */
-struct text { int first, n; long past, offset; };
+   these. NULL: each sees what is not behind it. keys, values: buffers of its own in place of the only layer's, or NULL. */
+struct text { int first, n; long past, offset; float *keys, *values; };
 struct seen { const unsigned char *visible; long masked; };
+
+static float *keys_of(const struct layer *l, const struct text *t) { return t->keys ? t->keys : l->keys; }
+
+static float *values_of(const struct layer *l, const struct text *t) { return t->values ? t->values : l->values; }
 
 static long chunks_of(const struct text *t)
 {
@@ -375,7 +379,8 @@ static void attend_chunk(const struct layer *l, const struct shape *s, const str
     long from = t->offset + j * s->head_stride + start * stride, masked = seen->visible ? seen->masked : t->n;
     float room[MIXED * ROW], *scores = room + WIDTH, scale = 1.0f / __builtin_sqrtf(s->head);
     long then = t->offset + after / chunks * s->head_stride + after % chunks * CHUNK * stride;
-    struct ahead next = {l->keys + then, l->values + then, after < s->kv_heads * chunks ? CHUNK : 0, WIDTH / count + 1};
+    const float *keys = keys_of(l, t), *values = values_of(l, t);
+    struct ahead next = {keys + then, values + then, after < s->kv_heads * chunks ? CHUNK : 0, WIDTH / count + 1};
     int seen_by_all = start + places <= length - masked;
     for (long first = 0, some; first < count; first += some) {
         some = !seen_by_all ? 1 : count - first < MIXED ? count - first : MIXED;
@@ -383,16 +388,16 @@ static void attend_chunk(const struct layer *l, const struct shape *s, const str
         long visible = places;
         for (int i = 0; i < some; i++) {
             float *score = scores + i * ROW;
-            score_keys(queries + (j * count + first + i) * s->head, l->keys + from, start, places, stride, s->head,
+            score_keys(queries + (j * count + first + i) * s->head, keys + from, start, places, stride, s->head,
                        score, &next);
             for (long p = length - masked > start ? length - masked - start : 0; p < places; p++)
                 if (hidden_from(t, seen, (first + i) / group, start + p)) score[p] = -__builtin_inff();
             while (visible && score[visible - 1] == -__builtin_inff()) visible--; /* 0 times no number is none */
             weigh(score, places, scale, found + i * apart);
         }
-        if (some == 3) mix(3, scores, l->values + from, places, stride, s->head, found + 2, apart);
-        else if (some == 2) mix(2, scores, l->values + from, places, stride, s->head, found + 2, apart);
-        else mix(1, scores, l->values + from, visible, stride, s->head, found + 2, apart);
+        if (some == 3) mix(3, scores, values + from, places, stride, s->head, found + 2, apart);
+        else if (some == 2) mix(2, scores, values + from, places, stride, s->head, found + 2, apart);
+        else mix(1, scores, values + from, visible, stride, s->head, found + 2, apart);
     }
 }
 
@@ -425,9 +430,9 @@ static void place_heads(const struct layer *l, const struct shape *s, const stru
         if (norm) rms_norm(1, s->head, one, norm, s->eps, one);
         turn(one, cos + r * s->rotated, sin + r * s->rotated, s->rotated);
         long at = t->offset + key * s->head_stride + (t->past + r) * s->place_stride;
-        float *to = key < 0 ? queries + ((h / group * t->n + r) * group + h % group) * s->head : l->keys + at;
+        float *to = key < 0 ? queries + ((h / group * t->n + r) * group + h % group) * s->head : keys_of(l, t) + at;
         __builtin_memcpy(to, one, 4 * s->head);
-        if (key >= 0) __builtin_memcpy(l->values + at, v + (r * s->kv_heads + key) * s->head, 4 * s->head);
+        if (key >= 0) __builtin_memcpy(values_of(l, t) + at, v + (r * s->kv_heads + key) * s->head, 4 * s->head);
     }
 }
 

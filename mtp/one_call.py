@@ -33,7 +33,14 @@ class _Layer(ctypes.Structure):
 
 
 class _Text(ctypes.Structure):
-    _fields_ = [("first", _INT), ("n", _INT), ("past", _LONG), ("offset", _LONG)]
+    _fields_ = [
+        ("first", _INT),
+        ("n", _INT),
+        ("past", _LONG),
+        ("offset", _LONG),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+    ]
 
 
 class _Shape(ctypes.Structure):
@@ -55,6 +62,8 @@ class Text:
     rows: int
     length: int
     offset: int = 0
+    buffers: tuple[Tensor, Tensor] | None = None
+    """Of its own, in place of those of the only block."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ class OneCall:
         rows, threads, texts = len(hidden), torch.get_num_threads(), _texts(past.texts)
         assert sum(text.rows for text in past.texts) == rows
         assert visible is None or len(past.texts) == 1
+        assert len(self.blocks) == 1 or all(text.buffers is None for text in past.texts)
         seen = None if visible is None else visible.to(torch.uint8).contiguous()
         states = hidden.new_empty(len(self.blocks) + 1, *hidden.shape)
         states[0] = hidden
@@ -182,7 +192,10 @@ def _matrix(linear: Linear) -> Matrix:
 def _texts(texts: Sequence[Text]) -> Any:
     first = accumulate((text.rows for text in texts), initial=0)
     return (_Text * len(texts))(
-        *(_Text(start, text.rows, text.length, text.offset) for start, text in zip(first, texts, strict=False))
+        *(
+            _Text(start, text.rows, text.length, text.offset, *map(_place, text.buffers or (None, None)))
+            for start, text in zip(first, texts, strict=False)
+        )
     )
 
 

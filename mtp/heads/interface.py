@@ -8,6 +8,7 @@ draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -179,6 +180,19 @@ class Heads(UsesKernels, nn.Module, ABC):
 
         Whatever earlier drafts left in the state is forgotten.
         """
+
+    def ingest_several(
+        self, states: Sequence[State], features: Sequence[Tensor], next_tokens: Sequence[Tensor]
+    ) -> None:
+        """`ingest` for several texts, each with a state of its own: [1,T_i,F] and [1,T_i] of each. Heads that can do it
+        at once give each text the numbers that it would get alone."""
+        for one in zip(states, features, next_tokens, strict=True):
+            self.ingest(*one)
+
+    def draft_several(self, states: Sequence[State], k: int, previous: Tensor) -> Tensor:
+        """`draft` for N texts, each with a state of its own: `previous` [N] to logits [N,Vd]. Heads that can do it at
+        once give each text the numbers that it would get alone."""
+        return torch.cat([self.draft(state, k, previous[i : i + 1]) for i, state in enumerate(states)])
 
     @abstractmethod
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Shapes: B batch, T position, M anchors, K draft position, D hidden, H query head
 size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -142,6 +143,26 @@ class RecurrentHeads(Heads):
         state.first = self._extend(state, inputs, fused, state.length)
         state.length += features.shape[1]
 
+    def ingest_several(
+        self, states: Sequence[State], features: Sequence[Tensor], next_tokens: Sequence[Tensor]
+    ) -> None:
+        counts = [len(tokens[0]) for tokens in next_tokens]
+        half = len(states) // 2
+        if half and sum(counts) > MOST_ROWS:
+            for part in (slice(half), slice(half, None)):
+                self.ingest_several(states[part], features[part], next_tokens[part])
+            return
+        texts = [state for state in states if isinstance(state, RecurrentState)]
+        read = torch.cat([one[0] for one in features]).to(self.precision)
+        if not half or not all(counts) or not self._at_once(read):
+            super().ingest_several(states, features, next_tokens)
+            return
+        fused = self.fc(self.read(read))
+        inputs = self._inputs(torch.cat([one[0] for one in next_tokens]), fused)
+        after = self._rows_of_several(texts, counts, inputs, fused, 0)
+        for state, rows in zip(texts, torch.split(after, counts), strict=True):
+            state.first, state.length = rows[None, -1:], state.length + len(rows)
+
     def draft(self, state: State, k: int, previous: Tensor) -> Tensor:
         assert isinstance(state, RecurrentState)
         assert state.first is not None, "ingest() at least one anchor before drafting"
@@ -154,6 +175,21 @@ class RecurrentHeads(Heads):
             go_on = self._extend if state.seen is None else self._extend_branches
             state.latest = go_on(state, inputs, state.latest, state.length + k - 2)
         return self.project(self._output(state.latest[:, 0]))
+
+    def draft_several(self, states: Sequence[State], k: int, previous: Tensor) -> Tensor:
+        if len(states) > MOST_ROWS:
+            parts = (slice(start, start + MOST_ROWS) for start in range(0, len(states), MOST_ROWS))
+            return torch.cat([self.draft_several(states[part], k, previous[part]) for part in parts])
+        texts = [state for state in states if isinstance(state, RecurrentState)]
+        latest = [state.first if k == 1 else state.latest for state in texts]
+        hidden = torch.cat([one[0] for one in latest if one is not None])
+        if not self._at_once(hidden):
+            return super().draft_several(states, k, previous)
+        if k > 1:
+            hidden = self._rows_of_several(texts, [1] * len(texts), self._inputs(previous, hidden), hidden, k - 2)
+        for state, one in zip(texts, hidden[:, None, None], strict=True):
+            state.drafted, state.latest = k - 1, one
+        return self.project(self._output(hidden))
 
     def fork(self, state: State, rows: Tensor) -> State:
         assert isinstance(state, RecurrentState)
@@ -210,11 +246,27 @@ class RecurrentHeads(Heads):
         visible: Tensor | None = None,
     ) -> Tensor:
         """g [n,D] of all rows at positions [1,n], in one call: inputs [n,2D], hidden [n,D], keys written at `start`."""
-        assert self._one_call is not None
+        return self._run([self._text(state, len(inputs), start)], inputs, hidden, positions, visible)
+
+    def _rows_of_several(
+        self, states: list[RecurrentState], counts: list[int], inputs: Tensor, hidden: Tensor, drafts: int
+    ) -> Tensor:
+        """g [n,D] of so many rows of each text, behind its anchors and drafts: inputs [n,2D], hidden [n,D]."""
+        texts = [self._text(state, count, state.length + drafts) for state, count in zip(states, counts, strict=True)]
+        places = [text.length + row for text in texts for row in range(text.rows)]
+        return self._run(texts, inputs, hidden, torch.tensor([places], device=inputs.device))
+
+    def _text(self, state: RecurrentState, rows: int, start: int) -> Text:
         shape = self.attention.shape
-        like = inputs.new_empty(1, 0, shape.num_key_value_heads, shape.head_dim)
-        buffers = state.cache.reserve(len(inputs), start, like)
-        strides = shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        past = Past([buffers], strides, [Text(len(inputs), start)])
+        like = torch.empty(1, 0, shape.num_key_value_heads, shape.head_dim)
+        return Text(rows, start, buffers=state.cache.reserve(rows, start, like))
+
+    def _run(
+        self, texts: list[Text], inputs: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
+        assert self._one_call is not None
+        assert texts[0].buffers is not None
+        shape = self.attention.shape
+        past = Past([texts[0].buffers], (shape.head_dim, shape.num_key_value_heads * shape.head_dim), texts)
         after = self._one_call.run(hidden, self.attention.turn(positions, inputs.dtype), past, visible, inputs)[-1]
         return self._normalised(after) if self.config.eagle31_norms else after

@@ -270,7 +270,7 @@ def test_k_chosen_in_every_step(decoder: Decoder) -> None:
     expected = [decoder.generate(text, max_new_tokens=12).token_ids for text in TEXTS[:3]]
     results = list(decoder.generate_many(TEXTS[:3], max_new_tokens=12, draft_length="auto", batch_size=3))
     assert [one.token_ids for one in results] == expected
-    costs = decoder._lengths[3].costs
+    costs = decoder._lengths[3, None].costs
     assert len(costs.verify) == K + 1
     assert all(seconds > 0 for seconds in (*costs.verify, *costs.draft[1:]))
 
@@ -278,17 +278,18 @@ def test_k_chosen_in_every_step(decoder: Decoder) -> None:
 def test_a_step_costs_a_text_its_share_of_the_batchs_forward(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def measure(target: object, *_: object) -> tuple[list[float], float]:
+    def measure(target: object, *_: object, **__: object) -> tuple[list[float], float]:
         asked.append(target)
         return [3.0] * (K + 1), 0.5
 
     monkeypatch.setattr(decoder_module, "measure_steps", measure)
-    costs = decoder._step_costs(3)
+    monkeypatch.setattr(decoder_module, "measure_drafts_together", lambda target, texts, drafts: len(texts) / 10)
+    costs = decoder._step_costs(3, None)
     assert costs.verify == (1.0,) * (K + 1)
-    assert costs.draft[1] == 0.5
+    assert costs.draft[1] == 0.3
     assert isinstance(asked[0], Copies)
     assert asked[0].count == 3
-    decoder._step_costs()
+    assert decoder._step_costs(1, None).draft[1] == 0.5
     assert isinstance(asked[1], BaseTarget)
 
 

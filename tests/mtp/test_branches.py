@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtp.heads import Heads
+from mtp.heads.recurrent import RecurrentHeads
 from mtp.kernels import Kernels
 from mtp.layers import use_kernels
 from tests.mtp.heads_toys import VARIANTS, V, toy_heads
@@ -122,3 +123,42 @@ def test_heads_may_change_move_and_be_copied_after_kernels_drafted(kernels: Kern
     heads.double().float()  # the same numbers elsewhere
     assert drafts(heads).equal(before)
     assert drafts(pickle.loads(pickle.dumps(heads))).allclose(before, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("medusa, ")])
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 40])  # more texts than rows at once
+@torch.no_grad()
+def test_several_texts_draft_as_if_alone(variant: str, with_kernels: bool, count: int, kernels: Kernels) -> None:
+    """Bit for bit, texts of different lengths, and again behind what is verified then: some of them more than fits."""
+    heads = heads_with(variant, kernels if with_kernels else None)
+    together, single = ([heads.new_state(1) for _ in range(count)] for _ in range(2))
+    for turn in range(2):
+        lengths = [1 + (index + turn) % 4 for index in range(count)]
+        features = [features_of(heads, length, 100 * turn + index) for index, length in enumerate(lengths)]
+        texts = [torch.randint(V, (1, length)) for length in lengths]
+        heads.ingest_several(together, features, texts)
+        for state, read, text in zip(single, features, texts, strict=True):
+            heads.ingest(state, read, text)
+        previous = torch.cat([text[:, -1] for text in texts])
+        for k in range(1, LENGTH + 1):
+            drafts = heads.draft_several(together, k, previous)
+            alone = torch.cat([heads.draft(state, k, previous[i : i + 1]) for i, state in enumerate(single)])
+            assert torch.equal(drafts, alone)
+            previous = drafts.argmax(-1)
+
+
+@torch.no_grad()
+def test_a_text_that_read_anothers_keys_would_be_noticed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = heads_with("recurrent", kernels)
+    assert isinstance(heads, RecurrentHeads)
+    states = [heads.new_state(1) for _ in range(2)]
+    reads = [features_of(heads, 3, seed) for seed in range(2)]
+    texts = [torch.randint(V, (1, 3), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    heads.ingest_several(states, reads, texts)
+    honest = heads.draft_several(states, 1, texts[0][0, -2:]), heads.draft_several(states, 2, texts[0][0, -2:])
+    real = RecurrentHeads._text
+    monkeypatch.setattr(RecurrentHeads, "_text", lambda self, state, *more: real(self, states[0], *more))
+    swapped = heads.draft_several(states, 1, texts[0][0, -2:]), heads.draft_several(states, 2, texts[0][0, -2:])
+    assert torch.equal(honest[0], swapped[0])
+    assert not torch.allclose(honest[1][1], swapped[1][1], atol=1e-4)
