@@ -60,6 +60,35 @@ INLINE float total(vec sum)
     return (parts.one[0] + parts.one[2]) + (parts.one[1] + parts.one[3]);
 }
 
+/* The same of WIDTH vectors at once, to one a lane: a step adds two halves of two vectors, lane I of `a` or of `b`. */
+#define LOW(I, APART) ((I) & APART ? b[(I) & ~APART] : a[I])
+#define HIGH(I, APART) ((I) & APART ? b[I] : a[(I) | APART])
+#define FOUR(F, I, APART) F(I, APART), F(I + 1, APART), F(I + 2, APART), F(I + 3, APART)
+#if WIDTH == 16
+#define LANES(F, APART) (vec){FOUR(F, 0, APART), FOUR(F, 4, APART), FOUR(F, 8, APART), FOUR(F, 12, APART)}
+#elif WIDTH == 8
+#define LANES(F, APART) (vec){FOUR(F, 0, APART), FOUR(F, 4, APART)}
+#else
+#define LANES(F, APART) (vec){FOUR(F, 0, APART)}
+#endif
+#define ADD_HALVES(APART) UNROLL for (int i = 0; i < APART; i++) { \
+    vec a = sum[i], b = sum[i + APART]; \
+    sum[i] = LANES(LOW, APART) + LANES(HIGH, APART); \
+}
+
+INLINE vec totals(vec *sum)
+{
+#if WIDTH > 8
+    ADD_HALVES(8)
+#endif
+#if WIDTH > 4
+    ADD_HALVES(4)
+#endif
+    ADD_HALVES(2)
+    ADD_HALVES(1)
+    return sum[0];
+}
+
 INLINE vec read_vec(const void *weights, long at, int half)
 {
     if (!half) return *(const vec *)((const float *)weights + at);
@@ -102,7 +131,13 @@ INLINE void dots(const int n, const int m, const int fetch, const int half, cons
         vec row = read_some(w, (at + v * apart) * w_stride + k, half, d - k);
         UNROLL for (int r = 0; r < n; r++) sum[r][v] += row * read_some(x, r * d + k, 0, d - k);
     }
-    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < m; v++)
+    if (n * m % WIDTH == 0) UNROLL for (int first = 0; first < n * m; first += WIDTH) {
+        vec some[WIDTH];
+        UNROLL for (int i = 0; i < WIDTH; i++) some[i] = sum[(first + i) / m][(first + i) % m];
+        vec all = totals(some);
+        UNROLL for (int i = 0; i < WIDTH; i++)
+            out[(first + i) / m * out_stride + at + (first + i) % m * apart] = all[i];
+    } else UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < m; v++)
         out[r * out_stride + at + v * apart] = total(sum[r][v]);
 }
 
@@ -213,36 +248,6 @@ static void turn(float *x, const float *cos, const float *sin, long width)
         x[i] = a * cos[i] + b * sin[i];
         x[i + half] = b * cos[i + half] + a * sin[i + half];
     }
-}
-
-/* Sums of WIDTH vectors, one a lane: neighbouring lanes are added, of two vectors at once, then pairs of them and so on.
-   A step of it gives lane I either to `a` or to `b`, which stands `apart` behind it. */
-#define LOW(I, APART) ((I) & APART ? b[(I) & ~APART] : a[I])
-#define HIGH(I, APART) ((I) & APART ? b[I] : a[(I) | APART])
-#define FOUR(F, I, APART) F(I, APART), F(I + 1, APART), F(I + 2, APART), F(I + 3, APART)
-#if WIDTH == 16
-#define LANES(F, APART) (vec){FOUR(F, 0, APART), FOUR(F, 4, APART), FOUR(F, 8, APART), FOUR(F, 12, APART)}
-#elif WIDTH == 8
-#define LANES(F, APART) (vec){FOUR(F, 0, APART), FOUR(F, 4, APART)}
-#else
-#define LANES(F, APART) (vec){FOUR(F, 0, APART)}
-#endif
-#define ADD_LANES(APART) UNROLL for (int i = 0; i < WIDTH; i += 2 * APART) { \
-    vec a = sum[i], b = sum[i + APART]; \
-    sum[i] = LANES(LOW, APART) + LANES(HIGH, APART); \
-}
-
-INLINE vec totals(vec *sum)
-{
-    ADD_LANES(1)
-    ADD_LANES(2)
-#if WIDTH > 4
-    ADD_LANES(4)
-#endif
-#if WIDTH > 8
-    ADD_LANES(8)
-#endif
-    return sum[0];
 }
 
 /* Products of one query with WIDTH keys, each summed in the same way. */
