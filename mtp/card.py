@@ -179,7 +179,7 @@ They are for the base above and no other: one with other weights is refused by i
 
 _LICENCE = """## Licence
 
-The one that the metadata of this card state; where they state none, ask the author. The base has a licence of its own."""
+The one that the metadata of this card state; where they state none, ask the author. The base has its own."""
 
 
 def _table(rows: tuple[tuple[str, ...], ...]) -> str:

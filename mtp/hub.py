@@ -22,7 +22,7 @@ from mtp.card import make_card
 from mtp.config import HeadsConfig
 from mtp.errors import UserError
 from mtp.heads import Heads, build_heads
-from mtp.hub_access import HubAccess
+from mtp.hub_access import USUAL, HubAccess
 from mtp.share import CARD, CONFIG, DIGEST, WEIGHTS, fetch
 from mtp.vocab import vocab_hash
 
@@ -37,7 +37,7 @@ def shipped_heads() -> list[str]:
 
 def find_heads(
     name: str | Path,
-    access: HubAccess = HubAccess(),
+    access: HubAccess = USUAL,
     revision: str | None = None,
     *,
     force_download: bool = False,

@@ -40,6 +40,9 @@ class HubAccess:
     local_files_only: bool = False
 
 
+USUAL = HubAccess()
+
+
 def reason(error: BaseException, access: HubAccess) -> str:
     """Why a request failed and what to do, to follow a name and a colon. Without a full stop."""
     found = list(_chain(error))

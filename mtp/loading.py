@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from mtp.embedded import EMBEDDED, default_home, ensure_embedded
 from mtp.errors import UserError
 from mtp.gguf_file import load_gguf, one_line, quiet_transformers
+from mtp.hub_access import USUAL, HubAccess, reason, without_token
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What transformers, the Hub client and safetensors raise for files that are missing, cut short or of another kind.
@@ -45,6 +46,7 @@ def load(
     trust_remote_code: bool,
     home: Path | None,
     on_progress: Callable[[str], None],
+    access: HubAccess = USUAL,
 ) -> Loaded:
     """Find the base `name` and read it; UserError says where it was looked for and what to do.
 
@@ -65,7 +67,7 @@ def load(
         _no_revision(name, revision)
         return _from_gguf(name, path, dtype)
     _require_hub_name(name)
-    return _from_hub(name, revision, dtype, trust_remote_code)
+    return _from_hub(name, revision, dtype, trust_remote_code, access)
 
 
 def choose_device(device: str) -> torch.device:
@@ -124,12 +126,16 @@ def _require_hub_name(name: str) -> None:
     raise UserError(f"base {name!r} does not exist on this machine.{_suggestion(name)} {_ways()}")
 
 
-def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_code: bool) -> Loaded:
-    reachable = _hub_answers(name, revision)
+def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_code: bool, access: HubAccess) -> Loaded:
+    fault = None if access.local_files_only else _fault(name, revision, access)
+    # A Hub that says no is asked for each file, as some may be here; one that does not answer is not asked again.
+    silent = access.local_files_only or (fault is not None and not _answered(fault))
     arguments = {
         "trust_remote_code": trust_remote_code,
         "revision": revision or "main",
-        "local_files_only": not reachable,
+        "token": access.token,
+        "cache_dir": access.cache_dir,
+        "local_files_only": silent,
     }
     try:
         with quiet_transformers():
@@ -138,23 +144,32 @@ def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_c
         raise
     except Exception as error:  # also of the HTTP library, whose classes differ between releases of the Hub client
         _explain_remote_code(name, error)
+        known = fault is None and not access.local_files_only
+        why = without_token(one_line(error).rstrip("."), access) if known else reason(fault or error, access)
         at = f" at revision {revision!r}" if revision else ""
-        place = "the Hub" if reachable else "the Hub's local cache (the Hub itself cannot be reached)"
+        place = "the Hub's local cache" if silent else "the Hub"
+        unreachable = " (the Hub itself cannot be reached)" if silent and fault is not None else ""
         raise UserError(
-            f"base {name!r}{at} was not found: it is no embedded base, no local folder or .gguf file, and {place} gave "
-            f"this: {one_line(error).rstrip('.')}.{_suggestion(name)} {_ways()}"
-        ) from error
+            f"base {name!r}{at} was not found: it is no embedded base, no local folder or .gguf file, and "
+            f"{place}{unreachable} gave this: {why}.{_suggestion(name)} {_ways()}"
+        ) from None
 
 
-def _hub_answers(name: str, revision: str | None) -> bool:
-    """One request, so that a machine without a network falls back to the local cache at once instead of retrying."""
+def _fault(name: str, revision: str | None, access: HubAccess) -> Exception | None:
+    """What one request fails with, so that a machine without a network falls back to the local cache at once instead of
+    retrying."""
     try:
-        HfApi().model_info(name, revision=revision, timeout=10)
-    except (HfHubHTTPError, HFValidationError):
-        return True  # it answered; the reason is told when loading fails
-    except Exception:  # the HTTP library below the client, and so the class, differs between releases
-        return False
-    return True
+        HfApi(token=access.token).model_info(name, revision=revision, timeout=10)
+    except Exception as error:  # the HTTP library below the client, and so the class, differs between releases
+        return error
+    return None
+
+
+def _answered(fault: Exception) -> bool:
+    """Whether the Hub was reached and had an answer."""
+    return isinstance(fault, HFValidationError) or (
+        isinstance(fault, HfHubHTTPError) and fault.response.status_code < 500
+    )
 
 
 def _suggestion(name: str) -> str:
@@ -178,11 +193,14 @@ def _explain_remote_code(name: str, error: BaseException) -> None:
 
 
 def _read(name: str, source: str, dtype: str | None, arguments: dict[str, Any]) -> Loaded:
-    """Config first, so that the wrong kind of model is refused before its weights are read."""
+    """Config first, so that the wrong kind of model is refused before its weights are read. On the Hub tokenizer and
+    weights are then those of the config's commit, even if somebody sends another meanwhile."""
     config = AutoConfig.from_pretrained(source, **arguments)
     _require_causal(name, config)
-    tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
     revision = getattr(config, "_commit_hash", None)
+    if revision is not None:
+        arguments = arguments | {"revision": revision}
+    tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
     if dtype is None:
         return Loaded(model=None, config=config, tokenizer=tokenizer, revision=revision)
     model, report = AutoModelForCausalLM.from_pretrained(
