@@ -93,7 +93,7 @@ def read_metadata(card: str) -> dict[str, Any]:
     if not _METADATA.match(card):
         return {}
     try:
-        found: dict[str, Any] = ModelCard(card).data.to_dict()
+        found: dict[str, Any] = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"the card README.md has metadata that cannot be read ({' '.join(str(error).split())}); correct the lines "

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import tqdm, validate_repo_id  # type: ignore[attr-defined]
 
 from mtp.card import amend_card, make_card, named_base
 from mtp.config import HeadsConfig
@@ -27,6 +28,13 @@ DIGEST = "weights_sha256"
 FILES = (CONFIG, WEIGHTS, CARD)
 """All that is ever fetched or sent."""
 MESSAGE = "Heads for multi-token prediction"
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """A progress bar for terminals only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": kwargs.get("disable") or None})
 
 
 def fetch(repo_id: str, revision: str | None, access: HubAccess, *, force_download: bool = False) -> Path:
@@ -45,6 +53,7 @@ def fetch(repo_id: str, revision: str | None, access: HubAccess, *, force_downlo
                 token=access.token,
                 cache_dir=access.cache_dir,
                 local_files_only=access.local_files_only,
+                tqdm_class=_Bar,
             )
         return Path(found)
 
