@@ -74,6 +74,7 @@ def amend_card(
     metadata = read_metadata(card)
     text = _body(card)
     if base is not None and base != config.base:
+        text = text.replace(_revised(config.base), _revised(base))
         text = text.replace(f"`{shown_base(config.base)}`", f"`{shown_base(base)}`")
         metadata.pop("base_model", None)
     if place is not None:
@@ -145,7 +146,7 @@ def named_base(base: BaseRef, stated: str | None) -> BaseRef:
 def _head(config: HeadsConfig) -> str:
     base, layers = config.base, ", ".join(map(str, config.feature_layers))
     rows = (
-        ("base", f"`{shown_base(base)}`, revision `{base.revision or '-'}`"),
+        ("base", _revised(base)),
         ("fingerprint of its weights", f"`{base.fingerprint or '-'}`"),
         ("kind", f"`{config.kind}`"),
         ("draft length K", str(config.draft_length)),
@@ -153,11 +154,15 @@ def _head(config: HeadsConfig) -> str:
         ("feature layers", layers),
     )
     return (
-        f"# {config.kind.capitalize()} heads for {shown_base(base)}\n\n"
+        f"# {config.kind.capitalize()} heads for `{shown_base(base)}`\n\n"
         f"Multi-token-prediction heads: the proxy q that proposes up to {config.draft_length} tokens per step for the "
         "frozen base p. Decoding with them is lossless: rejection sampling keeps the output's distribution exactly the "
         f"base's.\n\n{_table((('', ''), *rows))}"
     )
+
+
+def _revised(base: BaseRef) -> str:
+    return f"`{shown_base(base)}`, revision `{base.revision or '-'}`"
 
 
 def _use(config: HeadsConfig) -> str:

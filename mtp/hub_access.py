@@ -59,6 +59,10 @@ def reason(error: BaseException, access: HubAccess) -> str:
             "it is not in the Hub's local cache, and local_files_only forbids the network; load it once without, or "
             "copy the folder to this machine and give its path"
         )
+    if any("Illegal header" in str(one) or isinstance(one, UnicodeError) for one in found):
+        return (
+            f"the token cannot be sent, as it holds a line break or another character that tokens lack; {_LOG_IN} anew"
+        )
     if any(isinstance(one, HFValidationError) for one in found):
         return without_token(f"that is no name on the Hub ({_line(error)}); write it as owner/name", access)
     if any(type(one).__name__ in _BROKEN_OFF or "Consistency check" in str(one) for one in found):
@@ -96,8 +100,8 @@ def _by_answer(error: HfHubHTTPError) -> str:
 def without_token(text: str, access: HubAccess) -> str:
     """The text without the token in use and without anything else that looks like one."""
     known = access.token if isinstance(access.token, str) else get_token()
-    if known and known.strip():
-        text = text.replace(known, "<token>").replace(known.strip(), "<token>")
+    for part in (known or "").split():
+        text = text.replace(part, "<token>")
     return re.sub(r"\bhf_\w{3,}", "<token>", text)
 
 

@@ -7,12 +7,12 @@ checks it.
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -127,19 +127,19 @@ def _require_hub_name(name: str) -> None:
 
 
 def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_code: bool, access: HubAccess) -> Loaded:
-    fault = None if access.local_files_only else _fault(name, revision, access)
+    commit, fault = _commit(name, revision, access)
     # A Hub that says no is asked for each file, as some may be here; one that does not answer is not asked again.
     silent = access.local_files_only or (fault is not None and not _answered(fault))
     arguments = {
         "trust_remote_code": trust_remote_code,
-        "revision": revision or "main",
+        "revision": commit or revision or "main",
         "token": access.token,
         "cache_dir": access.cache_dir,
         "local_files_only": silent,
     }
     try:
         with quiet_transformers():
-            return _read(name, name, dtype, arguments)
+            return replace(_read(name, name, dtype, arguments), revision=commit)
     except UserError:
         raise
     except Exception as error:  # also of the HTTP library, whose classes differ between releases of the Hub client
@@ -155,14 +155,21 @@ def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_c
         ) from None
 
 
-def _fault(name: str, revision: str | None, access: HubAccess) -> Exception | None:
-    """What one request fails with, so that a machine without a network falls back to the local cache at once instead of
-    retrying."""
-    try:
-        HfApi(token=access.token).model_info(name, revision=revision, timeout=10)
-    except Exception as error:  # the HTTP library below the client, and so the class, differs between releases
-        return error
-    return None
+def _commit(name: str, revision: str | None, access: HubAccess) -> tuple[str | None, Exception | None]:
+    """The commit that a revision is at this moment, so that all files are of the same one; and what asking failed with.
+
+    One request, so that a machine without a network falls back to the local cache at once instead of retrying.
+    """
+    fault = None
+    if not access.local_files_only:
+        try:
+            return HfApi(token=access.token).model_info(name, revision=revision, timeout=10).sha, None
+        except HFValidationError as error:
+            return None, error
+        except Exception as error:  # the HTTP library below the client, and so the class, differs between releases
+            fault = error
+    kept = try_to_load_from_cache(name, "config.json", cache_dir=access.cache_dir, revision=revision)
+    return Path(kept).parent.name if isinstance(kept, str) else None, fault
 
 
 def _answered(fault: Exception) -> bool:
@@ -193,16 +200,12 @@ def _explain_remote_code(name: str, error: BaseException) -> None:
 
 
 def _read(name: str, source: str, dtype: str | None, arguments: dict[str, Any]) -> Loaded:
-    """Config first, so that the wrong kind of model is refused before its weights are read. On the Hub tokenizer and
-    weights are then those of the config's commit, even if somebody sends another meanwhile."""
+    """Config first, so that the wrong kind of model is refused before its weights are read."""
     config = AutoConfig.from_pretrained(source, **arguments)
     _require_causal(name, config)
-    revision = getattr(config, "_commit_hash", None)
-    if revision is not None:
-        arguments = arguments | {"revision": revision}
     tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
     if dtype is None:
-        return Loaded(model=None, config=config, tokenizer=tokenizer, revision=revision)
+        return Loaded(model=None, config=config, tokenizer=tokenizer)
     model, report = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
@@ -214,7 +217,7 @@ def _read(name: str, source: str, dtype: str | None, arguments: dict[str, Any]) 
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise UserError(f"base {name!r} lacks {len(missing)} of its weights ({shown}); fetch or copy the model again.")
-    return Loaded(model=model, config=config, tokenizer=tokenizer, revision=revision)
+    return Loaded(model=model, config=config, tokenizer=tokenizer)
 
 
 def _require_causal(name: str, config: Any) -> None:

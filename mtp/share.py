@@ -107,6 +107,8 @@ def publish(
     private: of a new repository; True also refuses one that others can read. UserError where the Hub refuses.
     """
     check_repo(repo_id)
+    if create_pr and revision is not None:
+        raise UserError(f"--revision is {revision}, but a pull request goes to the main branch; leave one of them out.")
     api = HfApi(token=access.token)
     with _explained(f"--repo {repo_id}", access):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

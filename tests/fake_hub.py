@@ -103,9 +103,12 @@ class _Handler(BaseHTTPRequestHandler):
             return {"errors": [], "warnings": []}
         if path == "/api/repos/create":
             return self._create(json.loads(body), token)
-        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|branch|preupload|commit)/([^/]+))?", path)
-        if found is None:
-            raise _Refused(404, "EntryNotFound")
+        if (found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/discussions(/1)?", path)) is not None:
+            return self._pull_request(found[1], token)
+        what = r"(?:/(revision|tree|branch|preupload|commit)/(refs/pr/\d+|[^/]+))?"
+        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)" + what, path)
+        if found is None:  # a folder of a tree, too: there are none
+            raise _Refused(404, "EntryNotFound", "Entry not found")
         repo_id, what, revision = found.groups()
         repo = self._repo(repo_id, token)
         if what in ("branch", "preupload", "commit") and token != WRITES:
@@ -133,6 +136,14 @@ class _Handler(BaseHTTPRequestHandler):
             ]
         siblings = [{"rfilename": name} for name in files]
         return {"_id": repo_id, "id": repo_id, "sha": sha, "private": repo.private, "tags": [], "siblings": siblings}
+
+    def _pull_request(self, repo_id: str, token: str) -> Any:
+        """The first and only one, of which the client sends the commits to `refs/pr/1`."""
+        repo = self._repo(repo_id, token)
+        repo.refs.setdefault("refs/pr/1", repo.refs["main"])
+        changes, times = {"base": "refs/heads/main"}, "2026-01-01T00:00:00.000Z"
+        told = {"num": 1, "title": "one", "status": "draft", "isPullRequest": True, "createdAt": times, "events": []}
+        return told | {"repo": {"name": repo_id, "type": "model"}, "changes": changes, "filesWithConflicts": []}
 
     def _create(self, asked: dict[str, Any], token: str) -> Any:
         if token == "":

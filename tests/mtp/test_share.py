@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -189,8 +189,15 @@ ANSWERS = {
 }
 
 
+WAYS: dict[str, tuple[Callable[..., object], str]] = {
+    "fetch": (Heads.from_pretrained, "you/heads"),
+    "push": (lambda name, token: shared().push_to_hub(name, token=token), "you/heads"),
+    "base": (FrozenBase.from_pretrained, "org/base"),
+}
+
+
 @pytest.mark.parametrize("status", ANSWERS)
-@pytest.mark.parametrize("way", ["fetch", "push", "base"])
+@pytest.mark.parametrize("way", WAYS)
 def test_each_answer_has_its_sentence(status: int, way: str, hub: FakeHub) -> None:
     hub.trouble = lambda method, path: status
     message = ANSWERS[status]
@@ -198,15 +205,11 @@ def test_each_answer_has_its_sentence(status: int, way: str, hub: FakeHub) -> No
         message = (
             "does not take the token|does not have it, or not for this account"  # the client cannot tell them apart
         )
+    ask, name = WAYS[way]
     with pytest.raises(UserError, match=message) as told:
-        if way == "fetch":
-            Heads.from_pretrained("you/heads", token="hf_mine0123456789")
-        elif way == "push":
-            shared().push_to_hub("you/heads", token="hf_mine0123456789")
-        else:
-            FrozenBase.from_pretrained("org/base", token="hf_mine0123456789")
+        ask(name, token="hf_mine0123456789")
     assert "hf_" not in str(told.value)
-    assert ("--repo" if way == "push" else "base" if way == "base" else "--heads you/heads") in str(told.value)
+    assert name in str(told.value)
     assert {token for *_, token in hub.asked} == {"hf_mine0123456789"}
 
 
