@@ -103,11 +103,11 @@ def read_metadata(card: str) -> dict[str, Any]:
     return found
 
 
-def check_license(license: str) -> str:
+def check_license(license: str, option: str = "--license") -> str:
     """The licence as it is. UserError unless it can be an identifier of the Hub's."""
     if not _LICENSE.fullmatch(license):
         raise UserError(
-            f"--license is {license!r}; use one of the Hub's identifiers, such as apache-2.0, mit, cc-by-4.0, other or "
+            f"{option} is {license!r}; use one of the Hub's identifiers, such as apache-2.0, mit, cc-by-4.0, other or "
             "unknown."
         )
     return license
