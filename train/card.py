@@ -1,7 +1,7 @@
 """The card of heads that a run trained: what their run's own records say, and nothing else.
 
-Knows: which keys of config.yaml and run.json a reader of the card wants, and in which words. Refuses to know: the card's
-layout (`mtp.card`). Paths on this machine are not told, only the names of files.
+Knows: which keys of config.yaml and run.json a reader of the card wants, and in which words. Refuses to know: the
+card's layout (`mtp.card`). Paths on this machine are not told, only the names of files.
 """
 
 import re
