@@ -227,8 +227,8 @@ def _check_version(version: int) -> None:
     if version != FORMAT_VERSION:
         remedy = "update mtp" if version > FORMAT_VERSION else "use the version that wrote the heads"
         raise UserError(
-            f"format_version is {version}; this version of mtp reads {FORMAT_VERSION}: {remedy}, or save the heads again "
-            "with this one."
+            f"format_version is {version}; this version of mtp reads {FORMAT_VERSION}: {remedy}, or save the heads "
+            "again with this one."
         )
 
 

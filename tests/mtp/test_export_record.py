@@ -1,4 +1,4 @@
-"""What an exported folder says of itself: who wrote it, for which versions, what was tried; and a newer one is refused."""
+"""What an exported folder says of itself: who wrote it, for which versions, what was tried; a newer one is refused."""
 
 import json
 from pathlib import Path
