@@ -30,11 +30,12 @@ FILES = (CONFIG, WEIGHTS, CARD)
 MESSAGE = "Heads for multi-token prediction"
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class _Bar(tqdm):
     """A progress bar for terminals only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": kwargs.get("disable") or None})
+        shown = {**kwargs, "disable": kwargs.get("disable") or None}
+        super().__init__(*args, **shown)  # type: ignore[no-untyped-call]
 
 
 def fetch(repo_id: str, revision: str | None, access: HubAccess, *, force_download: bool = False) -> Path:
