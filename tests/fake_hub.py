@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlparse
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, hf_api
+from transformers.utils import hub as transformers_hub
 
 WRITES, READS = "hf_WritesEverything0123456789", "hf_ReadsOnly0123456789abcdefgh"
 Files = dict[str, bytes]
@@ -233,6 +234,7 @@ def as_the_hub(hub: FakeHub, cache: Path) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(hf_api.api, "endpoint", hub.url)
+        patch.setattr(transformers_hub, "_hf_api", None, raising=False)  # newer releases keep one, with its endpoint
         huggingface_hub.close_session()
         yield patch
     huggingface_hub.close_session()
