@@ -15,12 +15,12 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from decode import export_cli, lab
+from decode import export_cli, lab, push_cli
 from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals, describe, settings_report
 from decode.bench_picture import check_plot, draw
 from decode.check import NUM_FINDINGS, check
 from decode.costs import CONTEXT
-from decode.decoder import Decoder
+from decode.decoder import OTHER_BASE, Decoder
 from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
 from decode.png import write
@@ -111,14 +111,19 @@ def build_parser() -> ArgumentParser:
     importer = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT_IMPORT)
     export_cli.add_import_arguments(importer)
     commands.add_subcommand("import", importer, help="read heads made for vLLM, SGLang and others")
+    pusher = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=push_cli.ABOUT)
+    push_cli.add_arguments(pusher)
+    commands.add_subcommand("push", pusher, help="send heads to the Hub")
     return parser
 
 
 def _add_models(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--heads", type=str, help="folder of trained heads, or smollm2-135m; generate works without, from --base")
+    named = "folder of heads, smollm2-135m, or you/name[@revision] on the Hub; generate works without, from --base"
+    add("--heads", type=str, help=named)
     add("--base", type=str, help="the base, if not found by the name in the heads' config")
     add("--revision", type=str, help="revision of a base on the Hub")
+    add("--allow-other-base", action="store_true", help=f"take a base the heads were not trained for: {OTHER_BASE}")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
     add("--dtype", type=str, default="auto", help="auto, float32, bfloat16 or float16")
     add("--compile", type=str, default="auto", help="compiled kernels for steps on a CPU: auto, on or off")
@@ -268,6 +273,7 @@ COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
     "lab": lab.run,
     "export": export_cli.run,
     "import": export_cli.run_import,
+    "push": push_cli.run,
 }
 
 
@@ -294,6 +300,7 @@ def _decoder(options: Namespace) -> Decoder:
         quantise=options.quantise,
         trust_remote_code=options.trust_remote_code,
         compile=options.compile,
+        allow_other_base=options.allow_other_base,
         on_progress=lambda text: print(text, file=sys.stderr),
     )
 

@@ -32,15 +32,21 @@ from decode.text import Prompt, TextStream, check_text, encode, plain_text
 from decode.together import Begin, Copies
 from decode.tree_shape import TreeShape
 from mtp.base import FrozenBase
+from mtp.config import BaseRef
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.heads import Heads
 from mtp.hub import find_heads, load_heads
+from mtp.hub_access import HubAccess
 from mtp.keyed import KeyedSource
 from mtp.processors import TextProcessors
 from mtp.quantise import check_quantise
 from mtp.quantise import quantise as quantise_base
 from mtp.sampling import RandomSource
+
+_WEIGHTS = "other weights"
+OTHER_BASE = "the text follows exactly the base that is given, and fewer drafts are accepted"
+"""What it means to decode with heads of another base."""
 
 
 def _silent(message: str) -> None:
@@ -50,10 +56,11 @@ def _silent(message: str) -> None:
 class Decoder:
     """A base and, unless it is to decode plainly, the heads that draft for it."""
 
-    def __init__(self, base: FrozenBase, heads: Heads | None = None) -> None:
-        """The heads must be on the base's device and bound to it. Heads of another base are a UserError."""
+    def __init__(self, base: FrozenBase, heads: Heads | None = None, *, allow_other_base: bool = False) -> None:
+        """The heads must be on the base's device and bound to it. Heads of another base are a UserError, unless
+        `allow_other_base` and it is one of the same sizes."""
         if heads is not None:
-            check_pair(base, heads)
+            check_pair(base, heads, allow_other_base)
         self.base = base
         self.heads = heads
         self._lengths: dict[tuple[int, str | None], DraftLengths] = {}  # of `auto`: by batch size and tree
@@ -72,20 +79,28 @@ class Decoder:
         quantise: str | None = None,
         home: Path | None = None,
         on_progress: Callable[[str], None] = _silent,
+        allow_other_base: bool = False,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
     ) -> "Decoder":
-        """Load heads from a folder, or by name those that come with the package, and the base that their config names
-        unless `base` names another copy of it.
+        """Load heads from a folder, by name those that come with the package, or from the Hub (`owner/name` or
+        `owner/name@revision`), and the base that their config names, at its revision, unless `base` names another copy.
 
         `heads` None decodes plainly and needs `base`. `compile` is for speed: see `decode.speed`. `quantise` rounds the
         weights of the base, which is another p then: see `mtp.quantise`. `home` is where
         embedded bases and compiled kernels are kept (default: MTP_HOME, or the user's cache); `on_progress` hears what
-        is fetched. Raises UserError when either cannot be loaded or they do not belong together.
+        is fetched. `revision` is the base's. `token`, `cache_dir`, `local_files_only`: for the Hub, as in transformers.
+        Raises UserError when either cannot be loaded or they do not belong together. `allow_other_base` takes a base
+        with other weights or another tokenizer than the heads were trained for: the text follows exactly the base that
+        is given, and what falls is how many drafts it accepts.
         """
         if heads is None and base is None:
             raise UserError("neither --heads nor --base is given; name at least one of them.")
         check_compile(compile)
         check_quantise(quantise)
-        loaded = None if heads is None else load_heads(find_heads(heads))
+        access = HubAccess(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+        loaded = None if heads is None else load_heads(find_heads(heads, access))
         if loaded is not None and base is None:
             base, revision = loaded.config.base.name, revision or loaded.config.base.revision
         assert base is not None
@@ -98,15 +113,19 @@ class Decoder:
             trust_remote_code=trust_remote_code,
             home=home,
             on_progress=on_progress,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
         )
         if loaded is not None:
-            check_pair(frozen, loaded)
+            if told := check_pair(frozen, loaded, allow_other_base):
+                on_progress(told)
             loaded.to(device=frozen.device, dtype=frozen.dtype).eval()
             loaded.bind(frozen.embedding, frozen.output_matrix)
         if quantise is not None:  # only now, as heads recognise their base by its weights
             quantise_base(frozen, quantise)
         speed_up(frozen, loaded, compile, home, on_progress)
-        return cls(frozen, loaded)
+        return cls(frozen, loaded, allow_other_base=allow_other_base)
 
     def generate(self, prompt: Prompt, request: Request | None = None, **options: Any) -> Result:
         """Decode one text to its end; see `stream`."""
@@ -319,32 +338,48 @@ def _no_text(token_ids: Sequence[int]) -> str:
     return ""
 
 
-def check_pair(base: FrozenBase, heads: Heads) -> None:
-    """UserError unless these heads were trained on this base: sizes, weights and tokenizer."""
+def check_pair(base: FrozenBase, heads: Heads, allow_other: bool = False) -> str | None:
+    """UserError unless these heads were trained on this base: sizes, weights and tokenizer. With `allow_other` the last
+    two may differ, and what that means is returned."""
     config = heads.config
     for what, trained, found in (
         ("vocabulary size", config.vocab_size, base.vocab_size),
         ("hidden size", config.hidden_size, base.hidden_size),
     ):
         if trained != found:
-            raise _mismatch(base, heads, f"{what} {trained} instead of {found}")
-    if config.base.fingerprint and config.base.fingerprint != base.fingerprint():
-        if base.dtype == torch.float16:
-            raise UserError(
-                f"--dtype is float16, which rounds the weights of --base {base.name} so that its identity cannot be "
-                "told; use bfloat16 or float32."
-            )
-        raise _mismatch(base, heads, "other weights")
+            raise UserError(f"{_mismatch(base, heads, f'{what} {trained} instead of {found}')}.")
+    if max(config.feature_layers) > base.num_layers:
+        more = f"more layers: they read layer {max(config.feature_layers)}, and it has {base.num_layers}"
+        raise UserError(f"{_mismatch(base, heads, more)}.")
+    difference = _difference(base, config.base)
+    if difference is None:
+        return None
+    told = f"{_mismatch(base, heads, difference)}."
+    if allow_other:
+        return f"warning: {told.partition(';')[0]}; {OTHER_BASE}."
+    if base.dtype == torch.float16 and difference == _WEIGHTS:
+        raise UserError(
+            f"--dtype is float16, which rounds the weights of --base {base.name} so that its identity cannot be "
+            "told; use bfloat16 or float32."
+        )
+    raise UserError(f"{told} --allow-other-base (allow_other_base=True) decodes all the same: {OTHER_BASE}.")
+
+
+def _difference(base: FrozenBase, trained: BaseRef) -> str | None:
+    """In what the base differs from the one that heads were trained on, as far as hashes tell."""
+    if trained.fingerprint and trained.fingerprint != base.fingerprint():
+        return _WEIGHTS
     if (
-        config.base.tokenizer_fingerprint
+        trained.tokenizer_fingerprint
         and base.tokenizer is not None
-        and config.base.tokenizer_fingerprint != base.tokenizer_fingerprint()
+        and trained.tokenizer_fingerprint != base.tokenizer_fingerprint()
     ):
-        raise _mismatch(base, heads, "another tokenizer or chat template")
+        return "another tokenizer or chat template"
+    return None
 
 
-def _mismatch(base: FrozenBase, heads: Heads, difference: str) -> UserError:
-    return UserError(
+def _mismatch(base: FrozenBase, heads: Heads, difference: str) -> str:
+    return (
         f"--heads were trained for a base with {difference} than --base {base.name}; use the base they name "
-        f"({heads.config.base.name}, revision {heads.config.base.revision or 'none'}), or train heads for this one."
+        f"({heads.config.base.name}, revision {heads.config.base.revision or 'none'}), or train heads for this one"
     )

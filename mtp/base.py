@@ -24,6 +24,7 @@ from mtp.anatomy import find_inner, find_layers, freeze, probe
 from mtp.cache import BaseCache, new_cache, refusal
 from mtp.errors import UserError
 from mtp.fingerprint import model_checksum, model_fingerprint, tokenizer_fingerprint
+from mtp.hub_access import HubAccess
 from mtp.kernels import Kernels
 from mtp.loading import choose_device, load
 from mtp.output import OutputScale, project
@@ -86,11 +87,15 @@ class FrozenBase:
         trust_remote_code: bool = False,
         home: Path | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
     ) -> "FrozenBase":
         """Load a base by the name of an embedded one, a local transformers folder, a `.gguf` file or a Hub id.
 
         dtype: auto is float32 on the CPU and the checkpoint's own on an accelerator. home: where embedded bases are
         kept, the user's cache when None. on_progress: receives a sentence per stage of fetching an embedded base.
+        token, cache_dir, local_files_only: for a Hub id, as in transformers; `revision` of the result is the commit.
         Raises UserError when the base is missing, damaged, or not a causal language model this class can verify; the
         message says what was tried and what to do.
         """
@@ -103,8 +108,9 @@ class FrozenBase:
             trust_remote_code=trust_remote_code,
             home=home,
             on_progress=on_progress,
+            access=HubAccess(token=token, cache_dir=cache_dir, local_files_only=local_files_only),
         )
-        return cls(found.model.to(chosen), found.tokenizer, str(name), revision or found.revision)
+        return cls(found.model.to(chosen), found.tokenizer, str(name), found.revision or revision)
 
     @classmethod
     def from_model(cls, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> "FrozenBase":

@@ -198,11 +198,7 @@ class HeadsConfig(HeadsOptions):
                 f"draft_vocab_size is {self.draft_vocab_size}, more than the base's vocabulary of {self.vocab_size}; "
                 "use a smaller number, or null for the whole vocabulary."
             )
-        if self.format_version != FORMAT_VERSION:
-            raise UserError(
-                f"format_version is {self.format_version}; this version of mtp reads {FORMAT_VERSION}. "
-                "Use the mtp version that wrote the heads, or save them again with this one."
-            )
+        _check_version(self.format_version)
 
     @property
     def feature_size(self) -> int:
@@ -222,7 +218,18 @@ class HeadsConfig(HeadsOptions):
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = "config.json") -> "HeadsConfig":
         """The inverse of `to_json`. `where` names the file in errors."""
+        if isinstance(data, Mapping) and isinstance(version := data.get("format_version"), int):
+            _check_version(version)  # before its keys, which a newer one may have more of
         return from_mapping(cls, data, where)
+
+
+def _check_version(version: int) -> None:
+    if version != FORMAT_VERSION:
+        remedy = "update mtp" if version > FORMAT_VERSION else "use the version that wrote the heads"
+        raise UserError(
+            f"format_version is {version}; this version of mtp reads {FORMAT_VERSION}: {remedy}, or save the heads "
+            "again with this one."
+        )
 
 
 T = TypeVar("T")

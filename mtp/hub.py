@@ -8,6 +8,7 @@ Refuses to know: the base itself, training and decoding.
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,13 +18,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from mtp.card import make_card
 from mtp.config import HeadsConfig
 from mtp.errors import UserError
 from mtp.heads import Heads, build_heads
+from mtp.hub_access import USUAL, HubAccess
+from mtp.share import CARD, CONFIG, DIGEST, WEIGHTS, fetch
 from mtp.vocab import vocab_hash
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 SHIPPED = Path(__file__).parent / "pretrained"  # heads that come with the package, a folder per base
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\S+)?")
 
 
 def shipped_heads() -> list[str]:
@@ -31,13 +35,32 @@ def shipped_heads() -> list[str]:
     return sorted(path.name for path in SHIPPED.glob("*") if (path / CONFIG).is_file())
 
 
-def find_heads(name: str | Path) -> Path:
-    """The folder of heads: one that comes with the package by its name, any other by its path."""
-    return SHIPPED / name if str(name) in shipped_heads() else Path(name)
+def find_heads(
+    name: str | Path,
+    access: HubAccess = USUAL,
+    revision: str | None = None,
+    *,
+    force_download: bool = False,
+) -> Path:
+    """The folder of heads: one that comes with the package by its name, any other by its path.
+
+    A text `owner/name` or `owner/name@revision` that is no folder here is downloaded from the Hub; `revision` is
+    another way to say which. UserError where the Hub does not give it.
+    """
+    if str(name) in shipped_heads():
+        return SHIPPED / name
+    path = Path(name)
+    if not isinstance(name, str) or path.is_dir() or parked(path).is_dir() or not _ON_HUB.fullmatch(name):
+        return path
+    repo_id, _, at = name.partition("@")
+    if at and revision not in (None, at):
+        raise UserError(f"--heads {name} names the revision {at}, and revision is {revision}; give one of them.")
+    return fetch(repo_id, revision or at or None, access, force_download=force_download)
 
 
 def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | None = None) -> Path:
-    """Write the heads to `folder`, replacing what was there as a whole. `card` is Markdown for README.md.
+    """Write the heads to `folder`, replacing what was there as a whole. `card` is Markdown for README.md; by default
+    the one of the folder that the heads were loaded from, if they are still the same, or else a new one.
 
     `dtype`: of the weights in the file, None as they are. bfloat16 halves it; reading brings them back to float32.
     """
@@ -50,11 +73,33 @@ def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | 
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         write_tensors(tensors, build / WEIGHTS)
-        document = {**heads.config.to_json(), "weights_sha256": file_hash(build / WEIGHTS)}
+        document = {**heads.config.to_json(), DIGEST: file_hash(build / WEIGHTS)}
         (build / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        (build / CARD).write_text(card or _card(heads.config), encoding="utf-8")
+        text = card or _earlier_card(heads) or make_card(heads.config)
+        (build / CARD).write_text(text, encoding="utf-8")
         replace_folder(build, folder)
     return folder
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Another card for saved heads."""
+    part = folder / f"{CARD}.part"
+    part.write_text(card, encoding="utf-8")
+    part.replace(folder / CARD)
+
+
+def _earlier_card(heads: Heads) -> str:
+    """The card of the folder that the heads came from; none where they are no longer what it describes."""
+    folder = heads.loaded_from
+    if folder is None or not (folder / CARD).is_file():
+        return ""
+    try:
+        earlier = load_heads(folder)
+    except UserError:
+        return ""
+    then, now = earlier.state_dict(), heads.state_dict()
+    same = all(torch.equal(tensor, now[name].to(tensor)) for name, tensor in then.items() if name in now)
+    return (folder / CARD).read_text(encoding="utf-8") if same and earlier.config == heads.config else ""
 
 
 def replace_folder(new: Path, folder: Path) -> None:
@@ -94,7 +139,10 @@ def load_heads(folder: Path) -> Heads:
     config = HeadsConfig.from_json(document, str(folder / CONFIG))
     path = folder / WEIGHTS
     if not path.is_file():
-        raise UserError(f"--heads {folder} has no {WEIGHTS}; save the heads again or name another folder.")
+        raise UserError(
+            f"--heads {folder} has no {WEIGHTS}, and no other file of weights is read; save the heads again or name "
+            "another folder."
+        )
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -103,13 +151,14 @@ def load_heads(folder: Path) -> Heads:
         ) from None
     if file_hash(path) != digest:
         raise UserError(
-            f"{path} does not match the weights_sha256 in {CONFIG}; one of the two was edited or belongs to other "
+            f"{path} does not match the {DIGEST} in {CONFIG}; one of the two was edited or belongs to other "
             "heads. Copy the folder again as a whole."
         )
     heads = build_heads(config)
     _load_strictly(heads, tensors, path)
     if heads.draft_ids is not None and vocab_hash(heads.draft_ids) != config.draft_vocab_hash:
         raise UserError(f"{path}: its draft vocabulary is not the one of draft_vocab_hash in {CONFIG}; copy it again.")
+    heads.loaded_from = folder
     return heads
 
 
@@ -129,13 +178,16 @@ def _read_document(folder: Path) -> tuple[dict[str, Any], str]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON ({error}); copy the folder again.") from None
-    if not isinstance(document, dict) or not isinstance(document.get("weights_sha256"), str):
-        raise UserError(f"{path} lacks weights_sha256; it was not written by mtp or was cut short. Copy it again.")
-    return document, document.pop("weights_sha256")
+    if not isinstance(document, dict) or not isinstance(document.get(DIGEST), str):
+        raise UserError(f"{path} lacks {DIGEST}; it was not written by mtp or was cut short. Copy it again.")
+    return document, document.pop(DIGEST)
 
 
 def _load_strictly(heads: Heads, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Fill the heads; every tensor must be there, none may be left over, and shapes must agree."""
+    """Fill the heads; every tensor must be there, none may be left over, and shapes and types must agree.
+
+    Numbers with a fraction may be stored in any precision, and become the heads' own.
+    """
     expected = heads.state_dict()
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is not known" for name in tensors if name not in expected]
@@ -144,9 +196,24 @@ def _load_strictly(heads: Heads, tensors: dict[str, torch.Tensor], path: Path) -
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
+    problems += [
+        f"{name} is of type {_type(tensors[name])} instead of {_type(tensor)}"
+        for name, tensor in expected.items()
+        if name in tensors and not _same_kind(tensors[name], tensor)
+    ]
     if problems:
         raise UserError(f"{path} does not hold the heads that {CONFIG} describes: {'; '.join(problems[:5])}.")
     heads.load_state_dict(tensors)
+
+
+def _same_kind(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if expected.is_floating_point():
+        return found.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return found.dtype == expected.dtype
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def file_hash(path: Path) -> str:
@@ -156,29 +223,3 @@ def file_hash(path: Path) -> str:
         while block := handle.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _card(config: HeadsConfig) -> str:
-    """A model card in the Hub's format."""
-    vocabulary = f"{config.proposals:,} of {config.vocab_size:,} tokens"
-    return f"""---
-base_model: {config.base.name}
-library_name: mtp-heads
-tags: [speculative-decoding, multi-token-prediction]
----
-# {config.kind} heads for {config.base.name}
-
-Multi-token-prediction heads: the proxy q that proposes up to {config.draft_length} tokens per step for the frozen base
-p. Decoding with them is lossless: rejection sampling keeps the output's distribution exactly the base's.
-
-| | |
-| --- | --- |
-| base | `{config.base.name}`, revision `{config.base.revision or "-"}` |
-| draft length K | {config.draft_length} |
-| draft vocabulary | {vocabulary} |
-| feature layers | {", ".join(map(str, config.feature_layers))} |
-
-```
-mtp-decode generate --heads <this folder> --prompt "Why is the sky blue?"
-```
-"""

@@ -7,12 +7,12 @@ checks it.
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from mtp.embedded import EMBEDDED, default_home, ensure_embedded
 from mtp.errors import UserError
 from mtp.gguf_file import load_gguf, one_line, quiet_transformers
+from mtp.hub_access import USUAL, HubAccess, reason, without_token
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What transformers, the Hub client and safetensors raise for files that are missing, cut short or of another kind.
@@ -45,6 +46,7 @@ def load(
     trust_remote_code: bool,
     home: Path | None,
     on_progress: Callable[[str], None],
+    access: HubAccess = USUAL,
 ) -> Loaded:
     """Find the base `name` and read it; UserError says where it was looked for and what to do.
 
@@ -65,7 +67,7 @@ def load(
         _no_revision(name, revision)
         return _from_gguf(name, path, dtype)
     _require_hub_name(name)
-    return _from_hub(name, revision, dtype, trust_remote_code)
+    return _from_hub(name, revision, dtype, trust_remote_code, access)
 
 
 def choose_device(device: str) -> torch.device:
@@ -124,37 +126,57 @@ def _require_hub_name(name: str) -> None:
     raise UserError(f"base {name!r} does not exist on this machine.{_suggestion(name)} {_ways()}")
 
 
-def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_code: bool) -> Loaded:
-    reachable = _hub_answers(name, revision)
+def _from_hub(name: str, revision: str | None, dtype: str | None, trust_remote_code: bool, access: HubAccess) -> Loaded:
+    commit, fault = _commit(name, revision, access)
+    # A Hub that says no is asked for each file, as some may be here; one that does not answer is not asked again.
+    silent = access.local_files_only or (fault is not None and not _answered(fault))
     arguments = {
         "trust_remote_code": trust_remote_code,
-        "revision": revision or "main",
-        "local_files_only": not reachable,
+        "revision": commit or revision or "main",
+        "token": access.token,
+        "cache_dir": access.cache_dir,
+        "local_files_only": silent,
     }
     try:
         with quiet_transformers():
-            return _read(name, name, dtype, arguments)
+            return replace(_read(name, name, dtype, arguments), revision=commit)
     except UserError:
         raise
     except Exception as error:  # also of the HTTP library, whose classes differ between releases of the Hub client
         _explain_remote_code(name, error)
+        known = fault is None and not access.local_files_only
+        why = without_token(one_line(error).rstrip("."), access) if known else reason(fault or error, access)
         at = f" at revision {revision!r}" if revision else ""
-        place = "the Hub" if reachable else "the Hub's local cache (the Hub itself cannot be reached)"
+        place = "the Hub's local cache" if silent else "the Hub"
+        unreachable = " (the Hub itself cannot be reached)" if silent and fault is not None else ""
         raise UserError(
-            f"base {name!r}{at} was not found: it is no embedded base, no local folder or .gguf file, and {place} gave "
-            f"this: {one_line(error).rstrip('.')}.{_suggestion(name)} {_ways()}"
-        ) from error
+            f"base {name!r}{at} was not found: it is no embedded base, no local folder or .gguf file, and "
+            f"{place}{unreachable} gave this: {why}.{_suggestion(name)} {_ways()}"
+        ) from None
 
 
-def _hub_answers(name: str, revision: str | None) -> bool:
-    """One request, so that a machine without a network falls back to the local cache at once instead of retrying."""
-    try:
-        HfApi().model_info(name, revision=revision, timeout=10)
-    except (HfHubHTTPError, HFValidationError):
-        return True  # it answered; the reason is told when loading fails
-    except Exception:  # the HTTP library below the client, and so the class, differs between releases
-        return False
-    return True
+def _commit(name: str, revision: str | None, access: HubAccess) -> tuple[str | None, Exception | None]:
+    """The commit that a revision is at this moment, so that all files are of the same one; and what asking failed with.
+
+    One request, so that a machine without a network falls back to the local cache at once instead of retrying.
+    """
+    fault = None
+    if not access.local_files_only:
+        try:
+            return HfApi(token=access.token).model_info(name, revision=revision, timeout=10).sha, None
+        except HFValidationError as error:
+            return None, error
+        except Exception as error:  # the HTTP library below the client, and so the class, differs between releases
+            fault = error
+    kept = try_to_load_from_cache(name, "config.json", cache_dir=access.cache_dir, revision=revision)
+    return Path(kept).parent.name if isinstance(kept, str) else None, fault
+
+
+def _answered(fault: Exception) -> bool:
+    """Whether the Hub was reached and had an answer."""
+    return isinstance(fault, HFValidationError) or (
+        isinstance(fault, HfHubHTTPError) and fault.response.status_code < 500
+    )
 
 
 def _suggestion(name: str) -> str:
@@ -182,9 +204,8 @@ def _read(name: str, source: str, dtype: str | None, arguments: dict[str, Any]) 
     config = AutoConfig.from_pretrained(source, **arguments)
     _require_causal(name, config)
     tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
-    revision = getattr(config, "_commit_hash", None)
     if dtype is None:
-        return Loaded(model=None, config=config, tokenizer=tokenizer, revision=revision)
+        return Loaded(model=None, config=config, tokenizer=tokenizer)
     model, report = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
@@ -196,7 +217,7 @@ def _read(name: str, source: str, dtype: str | None, arguments: dict[str, Any]) 
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise UserError(f"base {name!r} lacks {len(missing)} of its weights ({shown}); fetch or copy the model again.")
-    return Loaded(model=model, config=config, tokenizer=tokenizer, revision=revision)
+    return Loaded(model=model, config=config, tokenizer=tokenizer)
 
 
 def _require_causal(name: str, config: Any) -> None:

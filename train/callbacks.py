@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from mtp.hub import save_heads
+from train.card import card_of_run
 from train.module import HeadsModule
 from train.run import read_record, write_outcome
 from train.summary import DECODED, MONITOR, best_line, doubt
@@ -87,7 +88,8 @@ class ExportHeads(lightning.Callback):
     def _save(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, HeadsModule)
         if trainer.is_global_zero:
-            save_heads(module.trained, self.folder)
+            card = card_of_run(module.trained.config, self.folder.parent, self.metrics)
+            save_heads(module.trained, self.folder, card)
 
 
 class ConsoleReport(lightning.Callback):

@@ -26,6 +26,7 @@ from rich.console import Console
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, Tally
+from train.card import renew_card
 from train.data import ChatDataModule
 from train.inspect import coloured, inspect_data, lines
 from train.module import HeadsModule
@@ -179,6 +180,8 @@ def fit(arguments: list[str]) -> Path:
     finally:
         finish_wandb(cli.trainer.loggers)
     write_outcome(cli.folder, outcome(cli))
+    if first_process():
+        renew_card(cli.folder)
     conclude(cli)
     return cli.folder
 

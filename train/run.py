@@ -20,6 +20,7 @@ import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from mtp.card import check_license
 from mtp.errors import UserError
 
 PACKAGES = ("mtp-heads", "torch", "lightning", "transformers", "datasets", "wandb")
@@ -34,18 +35,22 @@ class RunOptions:
         dir: folder of all runs.
         checkpoint_every: optimiser steps between checkpoints: what a killed run can lose.
         wandb_project: project in Weights & Biases; null turns wandb off.
+        license: of the trained heads, for their card, as the Hub spells it (`apache-2.0`); null states none.
     """
 
     name: str = "run"
     dir: str = "runs"
     checkpoint_every: int = 100
     wandb_project: str | None = "mtp"
+    license: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"run.name is {self.name!r}; use a plain folder name such as 'demo'.")
         if self.checkpoint_every < 1:
             raise UserError(f"run.checkpoint_every is {self.checkpoint_every}; it must be at least 1.")
+        if self.license is not None:
+            check_license(self.license, "run.license")
 
 
 def first_process() -> bool:

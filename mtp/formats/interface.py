@@ -65,3 +65,5 @@ class Format:
     """The folder of heads without fault."""
     read: Callable[[Path], Reader]
     """Opens a folder strictly. UserError on anything that is not whole."""
+    tested: str = "nothing but the reader that it is compared with: it has not been run in that software"
+    """With which versions a folder of this layout really ran."""

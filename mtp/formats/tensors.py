@@ -17,6 +17,9 @@ from torch import Tensor
 from mtp.errors import UserError
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+RECORD = "export.json"
+"""What `mtp-decode export` notes of a folder, for people and for reading it again; no other software reads it."""
+RECORD_VERSION = 1
 _MOST_TOLD = 5
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -47,7 +50,24 @@ def read_document(folder: Path, option: str) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON ({error}); copy the folder again.") from None
     if not isinstance(document, dict):
         raise UserError(f"{path} holds {type(document).__name__}; an object with keys is needed: copy it again.")
+    _check_record(folder / RECORD)
     return document
+
+
+def _check_record(path: Path) -> None:
+    """UserError where a newer version wrote the folder, in a way that this one cannot know. Others leave no record."""
+    if not path.is_file():
+        return
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version, writer = record["record_version"], record["versions"]["mtp"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not what export writes; copy the folder again, or remove that file.") from None
+    if not isinstance(version, int) or version > RECORD_VERSION:
+        raise UserError(
+            f"{path}: record_version is {version}, and this version of mtp reads {RECORD_VERSION}; the folder was "
+            f"written by mtp {writer}: update mtp, or export the heads again."
+        )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp.config import HeadsConfig
+from mtp.heads.saved import Saved
 from mtp.layers import UsesKernels
 from mtp.output import project
 from mtp.packed import segment_positions
@@ -63,7 +64,7 @@ class State(ABC):
         """A copy with the batch rows `rows` [B'] (long), in that order; a row may occur several times."""
 
 
-class Heads(UsesKernels, nn.Module, ABC):
+class Heads(Saved, UsesKernels, nn.Module, ABC):
     """q: proposes K tokens from the base's features.
 
     Parameters are the trained part only. The base's input embedding and output matrix are lent by `bind` and are

@@ -17,7 +17,7 @@ from mtp.formats import export as export_module
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import export
 from mtp.formats.interface import Content
-from mtp.formats.tensors import CARD, CONFIG
+from mtp.formats.tensors import CARD, CONFIG, RECORD
 from mtp.heads import Heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
 
@@ -62,7 +62,12 @@ def test_round_trip(case: str, dtype: str, base: FrozenBase, tmp_path: Path) -> 
     done = export(heads, base, name, tmp_path / "out", dtype=dtype)
     assert done.compared == heads.config.draft_length * heads.config.proposals
     assert done.worst < 1e-4 < 0.1 < done.scale
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {CONFIG, CARD, weights(tmp_path / "out").name}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        CONFIG,
+        CARD,
+        RECORD,
+        weights(tmp_path / "out").name,
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     stored = {tensor.dtype for tensor in load_file(weights(tmp_path / "out")).values() if tensor.is_floating_point()}
     assert stored == {getattr(torch, dtype)}

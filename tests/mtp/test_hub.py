@@ -90,18 +90,29 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config a list": (lambda f: (f / CONFIG).write_text("[]"), "lacks weights_sha256"),
     "unknown key": (lambda f: edit_config(f, lambda d: d.update(draft_lenght=3)), "did you mean 'draft_length'"),
     "missing key": (lambda f: edit_config(f, lambda d: d.pop("hidden_size")), "lacks hidden_size"),
-    "wrong type": (lambda f: edit_config(f, lambda d: d.update(hidden_size="32")), "int is needed"),
+    "text as a number": (lambda f: edit_config(f, lambda d: d.update(hidden_size="32")), "int is needed"),
     "boolean number": (lambda f: edit_config(f, lambda d: d.update(draft_length=True)), "int is needed"),
     "null": (lambda f: edit_config(f, lambda d: d.update(kind=None)), "a value is needed"),
     "unknown kind": (lambda f: edit_config(f, lambda d: d.update(kind="hydra2")), "allowed are medusa, recurrent"),
     "other kind": (lambda f: edit_config(f, lambda d: d.update(kind="medusa")), "goes with no block"),
     "no block": (lambda f: edit_config(f, lambda d: d.update(block=None)), "goes with a block"),
     "absurd size": (lambda f: edit_config(f, lambda d: d.update(hidden_size=10**9)), "hidden_size is 1000000000"),
-    "newer format": (lambda f: edit_config(f, lambda d: d.update(format_version=99)), "format_version is 99"),
+    "newer format": (
+        lambda f: edit_config(f, lambda d: d.update(format_version=99, of_tomorrow=1)),
+        "format_version is 99; this version of mtp reads 1: update mtp",
+    ),
     "unknown key in block": (lambda f: edit_config(f, lambda d: d["block"].update(rope=1)), "unknown key 'rope'"),
     "other sizes": (lambda f: edit_config(f, lambda d: d.update(hidden_size=16)), "instead of"),
     "missing tensor": (lambda f: edit_weights(f, lambda t: t.pop("fc.weight")), "fc.weight is missing"),
     "extra tensor": (lambda f: edit_weights(f, lambda t: t.update(more=torch.ones(1))), "more is not known"),
+    "wrong type": (
+        lambda f: edit_weights(f, lambda t: t.update({"fc.weight": t["fc.weight"].int()})),
+        "fc.weight is of type int32 instead of float32",
+    ),
+    "vocabulary of another type": (
+        lambda f: edit_weights(f, lambda t: t.update(draft_ids=t["draft_ids"].int())),
+        "draft_ids is of type int32 instead of int64",
+    ),
     "other vocabulary": (lambda f: edit_weights(f, lambda t: t["draft_ids"].add_(1)), "draft vocabulary"),
 }
 
