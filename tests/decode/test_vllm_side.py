@@ -113,6 +113,18 @@ def test_a_worker_that_dies_is_silent_or_cannot_start(python: Path) -> None:
         pass
 
 
+def test_it_ends_with_its_input(python: Path, tmp_path: Path) -> None:
+    """So none is left where whoever asks is killed."""
+    process = child.start(command(python), tmp_path / "log", piped=True)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(WISHES).encode() + b"\n")
+        process.stdin.close()
+        assert process.wait(30) == 0
+    finally:
+        child.end(process)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
 def test_it_is_ended_however_the_comparison_ends(python: Path, error: type[BaseException]) -> None:
     with pytest.raises(error), worker(command(python), WISHES) as found:  # noqa: PT012
