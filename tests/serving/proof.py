@@ -14,6 +14,7 @@ Shapes: K draft position.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -277,4 +278,5 @@ def _notes(case: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, by which the server is stopped too
     sys.exit(main())
