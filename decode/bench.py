@@ -1,15 +1,17 @@
 """Speed with and without drafting, measured side by side.
 
-Knows: four ways to decode the same prompts with the same settings: `mtp` (heads draft), `plain` (same engine, K = 0),
-`transformers` (`model.generate()`) and `lookup` (that with prompt lookup). Refuses to time one side differently: every
-side gets the same token ids, is warmed up once without being timed, takes its turn on every prompt, and its wall time
-includes the prefill.
+Knows: five ways to decode the same prompts with the same settings: `mtp` (heads draft), `plain` (same engine, K = 0),
+`transformers` (`model.generate()`), `lookup` (that with prompt lookup) and `vllm` (plain decoding in vLLM, in a process
+of its own). Refuses to time one side differently: every side gets the same token ids, is warmed up once without being
+timed, takes its turn on every prompt, and its wall time includes the prefill.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ from decode.stats import DecodeStats
 from decode.stopping import room
 from decode.target import BaseTarget
 from decode.text import Prompt, encode
+from decode.vllm_side import find_python, vllm_runner
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 
-RIVALS = ("plain", "transformers", "lookup")
+RIVALS = ("plain", "transformers", "lookup", "vllm")
 DEFAULT_RIVALS = ("plain", "transformers")
 _NOT_SETTINGS = {"max_new_tokens", "draft_length", "verify", "tree", "lookup", "chat"}
 _WARM_UP_TOKENS = 8
@@ -42,10 +45,12 @@ def bench(
     on_prompt: Callable[[], None] = lambda: None,
     categories: Sequence[str | None] | None = None,
     context: int = CONTEXT,
+    vllm: Path | None = None,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
     one for each prompt, the acceptance length is told for each of them too, and as their mean. Parts of a step are
-    measured alone behind `context` places of text, fewer where the base has no room for them.
+    measured alone behind `context` places of text, fewer where the base has no room for them. `vllm` is the Python of
+    the environment that has vLLM; None is this one.
 
     Keys of the report, besides where and with which settings it was measured:
         results: of each side, mtp first: `name`, `tokens`, `wall_seconds`, `tok_per_s` (tokens over seconds, prefill
@@ -64,27 +69,36 @@ def bench(
             lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not
             measured.
         lookup_tokens: the most drafts of a step of the side `lookup`; null where it was not measured.
+        vllm: versions of vLLM, torch and transformers in its environment; null where it was not measured.
 
     Raises UserError on settings that cannot be met, before anything is timed.
     """
     check_context(context)
-    sides = _sides(decoder, request, against)
+    check_rivals(against)
     encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
-    for side in sides:
-        side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
-    take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
+    with ExitStack() as stack:
+        sides = _sides(decoder, request, [name for name in against if name != "vllm"])
+        versions = None
+        if "vllm" in against:  # last, as the others refuse at once what they cannot do
+            longest = max(len(ids) + budget for ids, budget in zip(encoded, budgets, strict=True))
+            run, versions = stack.enter_context(vllm_runner(find_python(vllm), decoder.base, request, longest))
+            sides.append(Side("vllm", run))
+        for side in sides:
+            side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
+        take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
     ours = sides[0].stats
     assert ours is not None
     costs = _measure_costs(decoder, request, encoded, ours.draft_length, context)
     return {
         **_report(decoder.base, request, sides, heads_name),
         **_cost_report(costs, sides, request.draft_length == "auto"),
+        "vllm": versions,
     }
 
 
 def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[Side]:
-    check_rivals(against)
+    """Those of this process."""
     runners: dict[str, Callable[[], Runner]] = {
         "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0)),
         "transformers": lambda: transformers_runner(decoder.base, request),

@@ -30,6 +30,7 @@ from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stream import Result, Stream
 from decode.text import Prompt
+from decode.vllm_side import find_python
 from mtp.errors import UserError
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -88,6 +89,7 @@ def build_parser() -> ArgumentParser:
     benchmark.add_argument("--per-category", type=int | None, help="only the first prompts of each `category`")
     against = ",".join(DEFAULT_RIVALS)
     benchmark.add_argument("--against", default=against, help="comma-separated, from: " + ", ".join(RIVALS))
+    benchmark.add_argument("--vllm", type=Path | None, help="for vllm: the Python of the environment that has it")
     told = "tokens of text behind which a forward over 1, 2, … rows is measured"
     benchmark.add_argument("--context", type=int, default=CONTEXT, help=told)
     benchmark.add_argument("--plot", type=Path | None, help="draw the speed-up over K here (.png)")
@@ -225,6 +227,10 @@ def run_bench(options: Namespace) -> None:
     against = [name for name in options.against.split(",") if name]
     check_rivals(against)
     check_context(options.context)
+    if options.vllm is not None and "vllm" not in against:
+        raise UserError(f"--vllm is {options.vllm}, but --against has no vllm; add it, or leave --vllm out.")
+    if "vllm" in against:
+        find_python(options.vllm)
     request = read_request(options, seed=options.seed or 0)
     if options.prompts is None:
         raise UserError("prompts are missing; use --prompts FILE.")
@@ -234,7 +240,9 @@ def run_bench(options: Namespace) -> None:
     prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
     decoder = _decoder(options)
     with tracked(len(prompts), "prompts") as advance:
-        report = bench(decoder, prompts, request, options.heads, against, advance, categories, options.context)
+        report = bench(
+            decoder, prompts, request, options.heads, against, advance, categories, options.context, options.vllm
+        )
     show_bench(report, to_stderr=options.json)
     if options.json:
         _print_json(report)

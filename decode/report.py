@@ -117,6 +117,9 @@ def _bench_notes(report: dict[str, Any]) -> Iterator[str]:
     )
     floor = f"{1e3 * costs['memory_floor_seconds']:.1f} ms"
     yield f"memory floor of a forward: {floor}; a step of mtp takes {costs['step_over_floor']:.2f} times that"
+    if report["vllm"]:
+        versions = ", ".join(f"{name} {version}" for name, version in report["vllm"].items())
+        yield f"vllm: plain decoding in an environment of its own, {versions}"
     if "accept_len_by_category" in ours:
         lengths = ", ".join(f"{name} {value:.2f}" for name, value in ours["accept_len_by_category"].items())
         yield f"acceptance length, mean over categories {ours['accept_len_category_mean']:.2f}: {lengths}"

@@ -104,7 +104,7 @@ def _medusa(reader: MedusaReader, base: FrozenBase, folder: Path) -> Heads:
         vocab_size=reader.vocab_size,
         base=_reference(base),
     )
-    return _filled(config, tensors, base, reader.token_map, first if same else torch.stack(reader.outputs))
+    return _filled(config, tensors, base, reader.draft_ids, first if same else torch.stack(reader.outputs))
 
 
 def _recurrent(

@@ -3,8 +3,11 @@
 Knows: which tensors `config.json` calls for, and what vLLM and the original code compute with them. Refuses to know:
 how the folders are written (`mtp.formats.medusa`), and our own heads.
 
+Two ways to say a draft vocabulary are read: `token_map` with so many output rows, and whole output matrices in which
+all rows outside are one and the same, the mean of the others (see `mtp.formats.medusa`).
+
 Shapes: T position, K draft position, n residual layers, D hidden, F features (= D), V vocabulary, Vt truncated
-vocabulary.
+vocabulary (= V without `token_map`), Vd draft vocabulary.
 """
 
 from collections.abc import Mapping
@@ -21,18 +24,22 @@ from mtp.formats.interface import Lent
 from mtp.formats.tensors import CONFIG, WEIGHTS, Expected, check_tensors, read_document, read_tensors, whole_number
 
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
+OUTSIDE = "outside_draft_vocabulary"
+"""The key of an id whose output row is that of every token outside the draft vocabulary."""
 _LAYER = "of a residual layer"
 _MOST = 64  # heads, and layers of a head: beyond what anybody trains, and little to check tensors for
 
 
 @dataclass(frozen=True)
 class MedusaReader:
-    """Residual layers (weight [D,D], bias [D]) per head, an output matrix [Vt,D] per head, and base ids [Vt]."""
+    """Residual layers (weight [D,D], bias [D]) per head, output rows [Vd,D] per head, and the base ids [Vd] of them."""
 
     heads: list[list[tuple[Tensor, Tensor]]]
     outputs: list[Tensor]
-    token_map: Tensor | None
+    draft_ids: Tensor | None
     vocab_size: int
+    others: list[Tensor] | None = None
+    """[D] per head: the row of all tokens outside the draft vocabulary, where the software computes their logits."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,18 +47,23 @@ class MedusaReader:
         return self.outputs[0].dtype
 
     def logits(self, features: Tensor, tokens: Tensor, drafts: Tensor, lent: Lent) -> Tensor:
-        """See `mtp.formats.interface.Reader`. Medusa looks at the last anchor only, and at no token."""
+        """See `mtp.formats.interface.Reader`. Medusa looks at the last anchor only, and at no token.
+
+        UserError where a token outside the draft vocabulary would be drafted.
+        """
         rows = []
-        for layers, output in zip(self.heads, self.outputs, strict=True):
+        for head, (layers, output) in enumerate(zip(self.heads, self.outputs, strict=True)):
             hidden = features[-1]
             for weight, bias in layers:
                 hidden = hidden + F.silu(F.linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype)))
             rows.append(F.linear(hidden, output.to(hidden.dtype)))
+            if self.others is not None and hidden @ self.others[head].to(hidden.dtype) >= rows[-1].max():
+                raise UserError(f"{OUTSIDE}: head {head} would draft a token outside; write the folder again.")
         found = torch.stack(rows)
-        if self.token_map is None:
+        if self.draft_ids is None:
             return found
         spread = found.new_full((len(rows), self.vocab_size), -torch.inf)
-        spread[:, self.token_map] = found
+        spread[:, self.draft_ids] = found
         return spread
 
 
@@ -73,12 +85,40 @@ def read_vllm(folder: Path, option: str = "--input") -> MedusaReader:
             expected |= _layer(f"blocks.{head}.layers.{layer}", size)
     tensors = read_tensors(folder / WEIGHTS)
     check_tensors(tensors, expected, str(folder / WEIGHTS))
-    token_map = tensors.get("token_map")
-    if token_map is not None:
-        check_ids(token_map, vocab, "token_map", str(folder / WEIGHTS))
     residual = [[_pair(tensors, f"blocks.{head}.layers.{layer}") for layer in range(layers)] for head in range(heads)]
-    matrices = [tensors[f"lm_heads.{head % outputs}.weight"] for head in range(heads)]
-    return MedusaReader(residual, matrices, token_map, vocab)
+    matrices = [tensors[f"lm_heads.{head}.weight"] for head in range(outputs)]
+    draft_ids, others = tensors.get("token_map"), None
+    if draft_ids is not None:
+        check_ids(draft_ids, vocab, "token_map", str(folder / WEIGHTS))
+    if OUTSIDE in document:
+        if truncated < vocab:
+            raise UserError(
+                f"{where}: {OUTSIDE} is for whole output matrices, and truncated_vocab_size is {truncated}."
+            )
+        like = whole_number(document, OUTSIDE, where, 0, vocab - 1)
+        draft_ids = _inside(matrices, like, str(folder / WEIGHTS))
+        others = [matrix[like] for matrix in matrices] * (heads // outputs)
+        matrices = [matrix[draft_ids] for matrix in matrices]
+    return MedusaReader(residual, matrices * (heads // outputs), draft_ids, vocab, others)
+
+
+def _inside(matrices: list[Tensor], like: int, where: str) -> Tensor:
+    """Base ids [Vd] of the rows of output matrices [V,D] that are not that of `like`, in all of them.
+
+    UserError unless that row is the mean of these: a token that has it is then never the likeliest.
+    """
+    inside = (matrices[0] != matrices[0][like]).any(dim=-1)
+    for head, matrix in enumerate(matrices):
+        if not torch.equal((matrix != matrix[like]).any(dim=-1), inside) or not inside.any():
+            raise UserError(f"{where}: lm_heads.{head}.weight has other rows like row {like}; write the folder again.")
+        rows = matrix[inside].float()
+        # Rounding to bfloat16 moves the mean, and the mean of what was rounded, by 2^-9 of the size of the rows each.
+        if ((matrix[like].float() - rows.mean(dim=0)).abs() > 2**-8 * rows.abs().mean(dim=0) + 1e-6).any():
+            raise UserError(
+                f"{where}: row {like} of lm_heads.{head}.weight is not the mean of the rows of the draft vocabulary, "
+                "so tokens outside could be drafted; write the folder again."
+            )
+    return inside.nonzero()[:, 0]
 
 
 def read_original(folder: Path, option: str = "--input") -> MedusaReader:

@@ -17,9 +17,11 @@ from mtp.formats import export as export_module
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import export
 from mtp.formats.interface import Content
+from mtp.formats.medusa_reader import OUTSIDE, read_vllm
 from mtp.formats.tensors import CARD, CONFIG, RECORD
 from mtp.heads import Heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
+from tests.tiny import VOCAB_SIZE
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vllm-medusa": ("vllm-medusa", "medusa", {}),
@@ -84,6 +86,43 @@ def test_feature_layers_are_counted_as_each_engine_counts(base: FrozenBase, tmp_
     assert document["norm_before_residual"] is False
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_s_medusa_never_drafts_a_token_outside(base: FrozenBase, tmp_path: Path, dtype: str) -> None:
+    """Its output matrix has a row for each token; whatever the state, the largest product is one of the vocabulary's:
+    also where all of these are negative, and zeros in place of the other rows would win."""
+    heads = heads_on(base, "medusa", VOCABULARY)
+    folder = export(heads, base, "vllm-medusa", tmp_path / "out", dtype=dtype).folder
+    document = json.loads((folder / CONFIG).read_text())
+    assert (document["truncated_vocab_size"], document[OUTSIDE]) == (VOCAB_SIZE, 1)
+    matrix = load_file(weights(folder))["lm_heads.0.weight"].float()
+    assert matrix.shape == (VOCAB_SIZE, base.hidden_size)
+    negative = torch.linalg.pinv(matrix[VOCABULARY]) @ -torch.linspace(1, 2, len(VOCABULARY))
+    states = torch.cat([torch.randn(2000, base.hidden_size), negative[None], -matrix, matrix])
+    assert torch.isin((states @ matrix.T).argmax(-1), VOCABULARY).all()
+    zeros = refilled(matrix, OTHERS, 0.0)
+    assert not torch.isin((states @ zeros.T).argmax(-1), VOCABULARY).all()
+
+
+def test_a_token_map_is_still_read(base: FrozenBase, tmp_path: Path) -> None:
+    """The layout of older folders: as many output rows as the draft vocabulary has tokens."""
+    heads = heads_on(base, "medusa", VOCABULARY)
+    folder = export(heads, base, "vllm-medusa", tmp_path / "out").folder
+    whole, path = read_vllm(folder), weights(folder)
+    tensors = load_file(path)
+    rows = {"lm_heads.0.weight": tensors["lm_heads.0.weight"][VOCABULARY].contiguous(), "token_map": VOCABULARY}
+    save_file(tensors | rows, path)
+    document = json.loads((folder / CONFIG).read_text()) | {"truncated_vocab_size": len(VOCABULARY)}
+    (folder / CONFIG).write_text(json.dumps(document))
+    with pytest.raises(UserError, match="outside_draft_vocabulary is for whole output matrices"):
+        read_vllm(folder)
+    del document[OUTSIDE]
+    (folder / CONFIG).write_text(json.dumps(document))
+    found = read_vllm(folder)
+    assert found.draft_ids is not None
+    assert torch.equal(found.draft_ids, VOCABULARY)
+    assert all(torch.equal(one, other) for one, other in zip(found.outputs, whole.outputs, strict=True))
+
+
 @pytest.mark.parametrize("case", STRICT)
 def test_every_tensor_must_be_there_alone_and_of_its_shape(case: str, base: FrozenBase, tmp_path: Path) -> None:
     """Dropping, misshaping, retyping or doubling any one tensor is refused with its name."""
@@ -116,6 +155,15 @@ def spoiled(whole: dict[str, Tensor], name: str) -> Iterator[dict[str, Tensor]]:
 
 def halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+
+
+OTHERS = [token for token in range(VOCAB_SIZE) if token not in VOCABULARY]
+
+
+def refilled(matrix: Tensor, tokens: list[int], value: float) -> Tensor:
+    changed = matrix.clone()
+    changed[tokens] = value
+    return changed
 
 
 FAULTS: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
@@ -174,6 +222,16 @@ FAULTS: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]], s
         lambda t: {"0.0.linear.weight": t["1.0.linear.weight"], "1.0.linear.weight": t["0.0.linear.weight"]},
         "other logits",
     ),
+    "a token outside with a row of its own": (
+        "vllm-medusa",
+        lambda t: {"lm_heads.0.weight": refilled(t["lm_heads.0.weight"], [1], 0.1)},
+        "proposes from other tokens|is not the mean",
+    ),
+    "zeros for tokens outside": (
+        "vllm-medusa",
+        lambda t: {"lm_heads.0.weight": refilled(t["lm_heads.0.weight"], OTHERS, 0.0)},
+        "row 1 of lm_heads.0.weight is not the mean",
+    ),
     "a bias lost": ("medusa", lambda t: {"2.0.linear.bias": 0 * t["2.0.linear.bias"]}, "other logits"),
 }
 
@@ -213,7 +271,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more heads": ("vllm-medusa", {"num_heads": 4}, "blocks.3.layers.0.weight is missing"),
     "fewer heads": ("vllm-medusa", {"num_heads": 2}, "blocks.2.layers.0.bias .* is not of this format"),
     "an output matrix each": ("vllm-medusa", {"original_lm_head": False}, "lm_heads.1.weight is missing"),
-    "no truncation": ("vllm-medusa", {"truncated_vocab_size": 64}, "token_map"),
+    "a truncation": ("vllm-medusa", {"truncated_vocab_size": 22}, "token_map is missing"),
+    "a token inside as one outside": ("vllm-medusa", {OUTSIDE: 3}, "row 3 of lm_heads.0.weight is not the mean"),
+    "a token beyond": ("vllm-medusa", {OUTSIDE: 64}, "outside_draft_vocabulary is 64; .* from 0 to 63"),
     "more layers": ("medusa", {"medusa_num_layers": 2}, "0.1.linear.weight is missing"),
     "heads as text": ("medusa", {"medusa_num_heads": "3"}, "medusa_num_heads is '3'"),
 }

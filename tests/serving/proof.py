@@ -2,7 +2,8 @@
 
 Heads are exported, served by vLLM in float32 on their base, and asked for greedy texts. For each format: the texts are
 those of vLLM without drafts, drafts are accepted at each position as often as by our engine, and the server answers a
-plain chat completion. Exit code 0 if all of that holds, else 1.
+plain chat completion. With --control, an EAGLE-3 folder that names its feature layers off by one must be noticed by
+what is accepted, while its texts stay the same. Exit code 0 if all of that holds, else 1.
 
 Knows: what is compared, and the table. Refuses to know: how a server is run (`tests.serving.server`) and how steps of
 our engine are counted (`tests.serving.ours`).
@@ -13,6 +14,7 @@ Shapes: K draft position.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from decode import Decoder
-from decode.prompts import read_prompts
+from decode.prompts import read_categorised
 from mtp.embedded import EMBEDDED, default_home, ensure_embedded
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import export
+from mtp.formats.tensors import CONFIG
 from mtp.hub import find_heads, read_config
 from tests.serving.ours import Difference, count, difference, follow
 from tests.serving.server import Answer, Counts, Messages, Server, find_port, serve
@@ -35,6 +38,7 @@ MOST_POINTS = 0.02
 """By which a share of accepted drafts may differ from ours: near ties move texts, and then all that follows."""
 METHODS = {"eagle3": "eagle3", "vllm-medusa": "medusa", "speculators": None}
 """Formats that vLLM loads, by the method that it is told; None where the folder says it itself."""
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PACKAGES = ("vllm", "torch", "transformers")
 _VERSIONS = f"import {', '.join(_PACKAGES)}; print(*(one.__version__ for one in ({', '.join(_PACKAGES)})))"
 
@@ -55,6 +59,8 @@ class Case:
     vllm: Counts
     answers: bool
     """Whether a plain chat completion gave a text."""
+    control: bool = False
+    """Whether the folder was spoiled, so that other drafts are expected, and the same texts."""
 
     @property
     def apart(self) -> float:
@@ -64,11 +70,14 @@ class Case:
     @property
     def passed(self) -> bool:
         ties = all(found.is_tie for found in [*self.differences, *self.ours_differ])
+        if self.control:
+            return self.answers and ties and self.apart > MOST_POINTS
         return self.answers and ties and sum(self.vllm.accepted_at) > 0 and self.apart <= MOST_POINTS
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        told = {name: getattr(self, name) for name in ("heads", "format", "k", "texts", "answers", "apart", "passed")}
+        names = ("heads", "format", "control", "k", "texts", "answers", "apart", "passed")
+        told = {name: getattr(self, name) for name in names}
         for name in ("differences", "ours_differ"):
             told[name] = [vars(found) | {"is_tie": found.is_tie} for found in getattr(self, name)]
         for name, counts in (("mtp", self.ours), ("vllm", self.vllm)):
@@ -98,8 +107,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--heads", nargs="+", default=["smollm2-135m"], help="of one base: folders, or smollm2-135m")
     add("--formats", nargs="+", default=list(METHODS), choices=METHODS, help="those that the heads fit are served")
     add("--prompts", type=Path, default=Path("configs/prompts/demo_heldout.jsonl"), help="JSONL, as for mtp-decode")
-    add("--limit", type=int, default=8, help="use only the first prompts of the file")
+    add("--limit", type=int, help="use only the first prompts of the file (8, without --per-category)")
+    add("--per-category", type=int, help="use only the first prompts of each `category`")
     add("--max-new-tokens", type=int, default=48, help="tokens per text")
+    add("--control", action="store_true", help="serve eagle3 a second time, with its feature layers off by one")
     add("--port", type=int, default=0, help="of the server; 0 for any that is free")
     add("--wait", type=int, default=900, help="seconds that a server may take to start")
     add("--json", action="store_true", help="the last line of stdout is one JSON document")
@@ -110,7 +121,9 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
     """All cases one after the other, each with a server of its own."""
     find_port(options.port)
     versions = vllm_versions(options.vllm)
-    prompts = [as_messages(prompt) for prompt in read_prompts(options.prompts, options.limit)]
+    limit = 8 if (options.limit, options.per_category) == (None, None) else options.limit
+    found = read_categorised(options.prompts, limit, options.per_category)
+    prompts = [as_messages(prompt) for prompt, _ in found]
     decoders = {heads: load(heads) for heads in options.heads}
     base = next(iter(decoders.values())).base.name
     with tempfile.TemporaryDirectory() as scratch:
@@ -119,8 +132,12 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
     if not cases:
         raise UserError(f"--heads {' '.join(options.heads)} fit none of --formats {' '.join(options.formats)}.")
     settings = {"base": base, "prompts": len(prompts), "max_new_tokens": options.max_new_tokens}
-    found = [case.to_json() for case in cases]
-    return {**settings, **versions, "cases": found, "passed": all(case.passed for case in cases)}
+    told = [case.to_json() for case in cases]
+    return {**settings, **versions, "cases": told, "passed": all(case.passed for case in cases)}
+
+
+Ours = tuple[list[list[int]], list[int]]
+"""Our texts, and all steps' accepted drafts."""
 
 
 class Proof:
@@ -137,19 +154,27 @@ class Proof:
         """Those of one folder of heads, in all formats that it fits."""
         assert decoder.heads is not None
         names = [name for name in self.options.formats if FORMATS[name].fault(decoder.heads, decoder.base) is None]
-        return [self._case(heads, decoder, name) for name in names]
+        if not names:
+            return []
+        ours, found = self._ours(decoder), []
+        for name in names:
+            for control in (False, True) if self.options.control and name == "eagle3" else (False,):
+                found.append(self._case(heads, decoder, name, ours, control))
+        return found
 
-    def _case(self, heads: str, decoder: Decoder, name: str) -> Case:
+    def _case(self, heads: str, decoder: Decoder, name: str, ours: Ours, control: bool) -> Case:
         assert decoder.heads is not None
-        say(f"{heads} as {name}")
+        say(f"{heads} as {name}{', layers off by one' if control else ''}")
         k, folder = decoder.heads.config.draft_length, self.scratch / f"{Path(heads).name}-{name}"
         export(decoder.heads, decoder.base, name, folder, overwrite=True)
+        if control:
+            spoil(folder)
         with self._serve(*arguments(name, folder, self.base, k)) as server:
             before, answers = server.counts(), self._ask(server)
             counts, replied = server.counts().since(before), answers_plainly(server, self.prompts[0])
-        texts, accepted = self._ours(decoder)
+        texts, accepted = ours
         parted = [self._parted(decoder, other) for other in ([one.tokens for one in answers], texts)]
-        return Case(heads, name, k, len(answers), *parted, count(accepted, k), counts, replied)
+        return Case(heads, name, k, len(answers), *parted, count(accepted, k), counts, replied, control)
 
     def _serve(self, model: Path | str, more: list[str]) -> Any:
         options = self.options
@@ -158,7 +183,7 @@ class Proof:
     def _ask(self, server: Server) -> list[Answer]:
         return [server.answer(prompt, self.tokens) for prompt in self.prompts]
 
-    def _ours(self, decoder: Decoder) -> tuple[list[list[int]], list[int]]:
+    def _ours(self, decoder: Decoder) -> Ours:
         """Our texts of the prompts' ids, which are the server's, and all steps' accepted drafts."""
         found = [follow(decoder, answer.prompt, self.tokens) for answer in self.plain]
         return [text for text, _ in found], [number for _, steps in found for number in steps]
@@ -177,6 +202,14 @@ def arguments(name: str, folder: Path, base: str, k: int) -> tuple[Path | str, l
         return folder, []
     told = {"method": method, "model": str(folder), "num_speculative_tokens": k}
     return base, ["--speculative-config", json.dumps(told)]
+
+
+def spoil(folder: Path) -> None:
+    """Let an EAGLE-3 folder name the layers behind those that its heads were trained on."""
+    path = folder / CONFIG
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document[_LAYERS] = [layer + 1 for layer in document[_LAYERS]]
+    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def answers_plainly(server: Server, prompt: Messages) -> bool:
@@ -218,11 +251,15 @@ def as_table(report: dict[str, Any]) -> str:
     rows = ["| format | K | texts | accepted at k = 1…K: mtp | vLLM | |", "| --- | --- | --- | --- | --- | --- |"]
     for case in report["cases"]:
         shares = [" / ".join(f"{share:.3f}" for share in case[name]["shares"]) for name in ("mtp", "vllm")]
-        verdict = "holds" if case["passed"] else "FAILS"
-        rows.append(f"| {case['format']} | {case['k']} | {_texts(case)} | {shares[0]} | {shares[1]} | {verdict} |")
+        verdict = ("is noticed" if case["control"] else "holds") if case["passed"] else "FAILS"
+        rows.append(f"| {_name(case)} | {case['k']} | {_texts(case)} | {shares[0]} | {shares[1]} | {verdict} |")
     notes = [note for case in report["cases"] for note in _notes(case)]
     settings = f"{report['prompts']} prompts, {report['max_new_tokens']} tokens each"
     return "\n".join([*rows, "", f"{where}; {settings}, greedy.", *notes])
+
+
+def _name(case: dict[str, Any]) -> str:
+    return f"{case['format']}{', layers off by one' if case['control'] else ''}"
 
 
 def _texts(case: dict[str, Any]) -> str:
@@ -233,7 +270,7 @@ def _notes(case: dict[str, Any]) -> list[str]:
     """Each text that is not the one of vLLM without drafts, and how near the tokens were."""
     sides = (("vLLM with drafts", "differences"), ("mtp", "ours_differ"))
     return [
-        f"{case['format']}: {who} parts from vLLM without drafts at token {found['place'] + 1}; the logits there are "
+        f"{_name(case)}: {who} parts from vLLM without drafts at token {found['place'] + 1}; the logits there are "
         f"{abs(found['gap']):.1e} apart, {'a near tie' if found['is_tie'] else 'which is NO near tie'}."
         for who, name in sides
         for found in case[name]
@@ -241,4 +278,5 @@ def _notes(case: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, by which the server is stopped too
     sys.exit(main())

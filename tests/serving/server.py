@@ -10,17 +10,17 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from decode import child
 from mtp.errors import UserError
 
 HOST = "127.0.0.1"
@@ -30,7 +30,7 @@ _NAME = "base"
 _OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "1"]
 _OPTIONS += ["--no-enable-prefix-caching", "--generation-config", "vllm", "--served-model-name", _NAME]
 _SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-_ASK_SECONDS, _STOP_SECONDS, _LINES = 600, 60, 12
+_ASK_SECONDS = 600
 _DRAFTS, _AT = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _LOCAL = build_opener(ProxyHandler({}))
 
@@ -67,9 +67,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers."""
+    """One that answers, at `url`; what it prints goes to `log`."""
 
     url: str
+    log: Path
 
     def answer(self, messages: Messages, max_tokens: int) -> Answer:
         """Greedily, and on after an end-of-sequence token: the number of tokens is then known beforehand."""
@@ -81,16 +82,33 @@ class Server:
     def chat(self, messages: Messages, max_tokens: int, **more: Any) -> dict[str, Any]:
         """The document that answers an OpenAI-style chat completion at temperature 0."""
         asked = {"model": _NAME, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0, **more}
-        headers = {"Content-Type": "application/json"}
-        request = Request(f"{self.url}/v1/chat/completions", json.dumps(asked).encode(), headers)
-        with _LOCAL.open(request, timeout=_ASK_SECONDS) as reply:
-            document: dict[str, Any] = json.load(reply)
+        document: dict[str, Any] = json.loads(self._ask("/v1/chat/completions", json.dumps(asked).encode()))
         return document
 
     def counts(self) -> Counts:
         """All since it was started."""
-        with _LOCAL.open(f"{self.url}/metrics", timeout=_ASK_SECONDS) as reply:
-            return read_counts(reply.read().decode())
+        return read_counts(self._ask("/metrics").decode())
+
+    def ready(self) -> bool:
+        """Whether it answers yet."""
+        try:
+            with _LOCAL.open(f"{self.url}/health", timeout=10) as reply:
+                return int(reply.status) == 200
+        except (OSError, HTTPException):
+            return False
+
+    def _ask(self, path: str, body: bytes | None = None) -> bytes:
+        """What it replies. UserError where it refuses, is silent for too long, or is there no more."""
+        request = Request(self.url + path, body, {"Content-Type": "application/json"})
+        try:
+            with _LOCAL.open(request, timeout=_ASK_SECONDS) as reply:
+                found: bytes = reply.read()
+        except HTTPError as error:
+            told = error.read().decode(errors="replace")[:300]
+            raise UserError(f"vLLM refuses {path} with {error.code}: {told}\n{child.last_words(self.log)}") from None
+        except (OSError, HTTPException) as error:
+            raise UserError(f"vLLM no longer answers ({error}). It said:\n{child.last_words(self.log)}") from None
+        return found
 
 
 def read_counts(metrics: str) -> Counts:
@@ -125,16 +143,13 @@ def serve(python: Path, model: Path | str, more: Sequence[str], *, port: int, lo
     """
     port = find_port(port)
     command = [str(python), "-m", _SERVER, "--model", str(model), *_OPTIONS, *more, "--host", HOST, "--port", str(port)]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
-        )
-    server = Server(f"http://{HOST}:{port}")
+    process = child.start(command, log, environment=_environment())
+    server = Server(f"http://{HOST}:{port}", log)
     try:
-        _wait(process, server, log, time.monotonic() + wait)
+        _wait(process, server, time.monotonic() + wait)
         yield server
     finally:
-        _stop(process)
+        child.end(process)
 
 
 def _environment() -> dict[str, str]:
@@ -142,33 +157,12 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _SETTINGS
 
 
-def _wait(process: "subprocess.Popen[bytes]", server: Server, log: Path, until: float) -> None:
-    while not _ready(server):
+def _wait(process: child.Child, server: Server, until: float) -> None:
+    while not server.ready():
         if process.poll() is not None:
-            raise UserError(f"vLLM ended with {process.returncode} before it could answer:\n{_tail(log)}")
+            told = child.last_words(server.log)
+            raise UserError(f"vLLM ended with {process.returncode} before it could answer:\n{told}")
         if time.monotonic() > until:
-            raise UserError(f"vLLM is not ready in time; use a longer --wait. It said:\n{_tail(log)}")
+            told = child.last_words(server.log)
+            raise UserError(f"vLLM is not ready in time; use a longer --wait. It said:\n{told}")
         time.sleep(1)
-
-
-def _ready(server: Server) -> bool:
-    try:
-        with _LOCAL.open(f"{server.url}/health", timeout=10) as reply:
-            return int(reply.status) == 200
-    except (URLError, OSError):
-        return False
-
-
-def _tail(log: Path) -> str:
-    """Its last lines, where possible those that name an error."""
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join(([line for line in lines if "Error" in line] or lines)[-_LINES:])
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Politely, then by force: the process and all that it started."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)

@@ -1,5 +1,7 @@
 """The parts of the proof that need no vLLM; these are among the tests of `make test`."""
 
+import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -10,9 +12,11 @@ import torch
 from decode import Decoder
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
+from mtp.formats.export import export
 from mtp.initialise import new_heads
+from tests.mtp.format_toys import base_for_formats, heads_on
 from tests.serving.ours import Difference, count, difference, follow
-from tests.serving.proof import Case, arguments, main
+from tests.serving.proof import Case, arguments, main, spoil
 from tests.serving.server import HOST, Counts, find_port, read_counts, serve
 from tests.tiny import exact_base
 
@@ -75,6 +79,24 @@ def test_what_holds() -> None:
         assert not case(ours, ours, **changes).passed
 
 
+def test_a_control_has_to_be_noticed_by_its_drafts_and_not_by_its_texts() -> None:
+    ours, gap = Counts(100, [50, 20]), Difference(1, (2, 3), 0.5)
+    assert case(ours, Counts(100, [20, 3]), control=True).passed
+    assert case(ours, Counts(100, [0, 0]), control=True).passed
+    assert not case(ours, Counts(100, [49, 19]), control=True).passed
+    assert not case(ours, Counts(100, [20, 3]), control=True, differences=[gap]).passed
+    assert not case(ours, Counts(100, [20, 3]), control=True, answers=False).passed
+
+
+def test_how_a_folder_is_spoiled(tmp_path: Path) -> None:
+    """It can still be read, as nothing in it says which layers are right."""
+    base = base_for_formats(tmp_path / "base")
+    folder = export(heads_on(base, "recurrent", feature_layers=(1, 2, 3)), base, "eagle3", tmp_path / "out").folder
+    spoil(folder)
+    document = json.loads((folder / "config.json").read_text())
+    assert document["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+
+
 def test_what_vllm_is_told() -> None:
     model, more = arguments("vllm-medusa", Path("heads"), "base", 3)
     assert model == "base"
@@ -92,6 +114,38 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith(f"error: --port is {port}, which cannot be used (")
     assert "use another, or 0 for any" in said
     assert find_port(0) > 0
+
+
+GONE = """import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        if "busy" in sys.argv:
+            self.send_response(400); self.end_headers(); self.wfile.write(b"too long")
+        else:
+            print("OutOfMemoryError: no room", flush=True); os._exit(9)
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()"""
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ([], "vLLM no longer answers .*It said:\nOutOfMemoryError: no room"),
+        (["busy"], "vLLM refuses /v1/chat/completions with 400: too long"),
+    ],
+)
+def test_a_server_that_dies_under_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], told: str
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"#!{sys.executable}\n{GONE}")
+    fake.chmod(0o755)
+    with serve(fake, "base", more, port=0, log=tmp_path / "log", wait=60) as server:
+        assert server.counts() == Counts(0, [])
+        with pytest.raises(UserError, match=re.compile(told, re.DOTALL)):
+            server.answer([{"role": "user", "content": "hello"}], 3)
 
 
 def test_a_server_that_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
