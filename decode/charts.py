@@ -169,7 +169,7 @@ def thinned(lines: Sequence[Line], most: int = MOST_POINTS) -> tuple[Line, ...]:
 
 
 def spread(values: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
-    """Places for names near the values, in their order, at least `gap` apart and within `low` and `high` if they fit."""
+    """Places for names near the values, in their order, at least `gap` apart, within `low` and `high` if they fit."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     groups: list[list[int]] = []
     for index in order:

@@ -32,7 +32,7 @@ def _kept_by_category(texts: Sequence[TracedText]) -> Bars:
         Bar(row.category or _UNNAMED, "kept", row.acceptance, f"{row.acceptance:.0%} of {row.judged}")
         for row in sorted(by_category(texts), key=lambda row: row.acceptance)
     )
-    about = "Share of the judged drafts that stayed, by category of prompt. Judged are all up to the first rejected one."
+    about = "Share of the judged drafts that stayed. Judged are all up to the first rejected one."
     return Bars("Drafts kept, by category", about, bars, most=1)
 
 
@@ -40,9 +40,7 @@ def _lengths(texts: Sequence[TracedText]) -> list[Bars]:
     """Where in a step drafts are lost."""
     found = list(judged(texts))
     of, kept = Counter(one.position for one in found), Counter(one.position for one in found if one.kept)
-    bars = tuple(
-        Bar(f"draft {k}", "kept", kept[k] / of[k], f"{kept[k] / of[k]:.0%} of {of[k]}") for k in sorted(of)
-    )
+    bars = tuple(Bar(f"draft {k}", "kept", kept[k] / of[k], f"{kept[k] / of[k]:.0%} of {of[k]}") for k in sorted(of))
     about = "Share of the judged drafts that stayed, by draft position. A draft is judged if all before it stayed."
     return [Bars("Drafts kept, by position", about, bars, most=1)]
 
@@ -77,8 +75,8 @@ def contexts(texts: Sequence[TracedText]) -> Table:
     )  # fmt: skip
     shown = "" if len(found) <= _ROWS else f" The first {_ROWS} of {len(found)}."
     about = (
-        "Tokens behind which a draft was rejected, the least acceptance first; few drafts tell little, so contexts with "
-        f"more of them come before.{shown}"
+        "Tokens behind which a draft was rejected, the least acceptance first; few drafts tell little, so contexts "
+        f"with more of them come before.{shown}"
     )
     columns = ("behind the token", "drafts kept", "drafts judged", "category of rejections", "such as", "recovered")
     return Table("Contexts with the lowest acceptance", about, columns, rows)
@@ -94,7 +92,8 @@ def samples(texts: Sequence[TracedText]) -> Decoded:
         taken[text.category] += 1
     chosen = tuple(ranked[index] for _, index in sorted(turn)[:_TEXTS])
     shown = "" if len(chosen) == len(texts) else f" {len(chosen)} of {len(texts)} texts, from every category in turn."
-    return Decoded("Decoded texts", f"Every token as it came, the texts with the fewest tokens per step first.{shown}", chosen)
+    about = f"Every token as it came, the texts with the fewest tokens per step first.{shown}"
+    return Decoded("Decoded texts", about, chosen)
 
 
 def committed(texts: Sequence[TracedText] = (), counts: Sequence[int] | None = None) -> Bars:

@@ -16,8 +16,8 @@ MEANING: dict[Origin, str] = {
     "plain": "the base's own, in a step without drafts",
 }
 STYLE = """
-.accepted, .recovered, .bonus { text-decoration: underline 2px; text-underline-offset: 3px; text-decoration-skip-ink: none;
-  -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+.accepted, .recovered, .bonus { text-decoration: underline 2px; text-underline-offset: 3px;
+  text-decoration-skip-ink: none; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
 .accepted { background: #0072b22e; text-decoration-style: solid; text-decoration-color: #0072b2; }
 .recovered { background: #d55e0033; text-decoration-style: wavy; text-decoration-color: #d55e00; }
 .bonus { background: #009e7333; text-decoration-style: double; text-decoration-color: #009e73; }
@@ -70,7 +70,7 @@ def visible(token: str) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Text that a page can hold: control characters become their pictures, halves of surrogate pairs the sign for it."""
+    """Text that a page can hold: control characters become pictures of them, halves of surrogate pairs a sign."""
     return "".join(
         letter
         if letter in "\n\t" or not (letter < " " or letter == "\x7f" or "\ud800" <= letter <= "\udfff")

@@ -110,7 +110,8 @@ def _head(page: Page) -> Iterator[str]:
     yield f'<header>\n<h1><bdi>{_safe(page.title)}</bdi></h1>\n<p class="under">{_safe(page.subtitle)}</p>\n'
     yield from (f'<p class="notice" role="note">{_safe(notice)}</p>\n' for notice in page.notices)
     tiles = (
-        f"<div><dt>{_safe(tile.name)}</dt><dd><strong>{_safe(tile.value)}</strong> <span>{_safe(tile.about)}</span></dd></div>"
+        f"<div><dt>{_safe(tile.name)}</dt><dd><strong>{_safe(tile.value)}</strong> "
+        f"<span>{_safe(tile.about)}</span></dd></div>"
         for tile in page.tiles
     )
     yield f'<dl class="tiles">{"".join(tiles)}</dl>\n' if page.tiles else ""
@@ -158,7 +159,8 @@ def numbers(chart: Chart) -> Table:
         return Table(chart.title, chart.about, (chart.x_name, *(line.name for line in chart.lines)), rows)
     grouped, named = any(chart.groups), len(chart.names) > 1
     rows_of_bars = tuple(
-        (*([bar.group] if grouped else []), *([bar.name] if named or not grouped else []), bar.value) for bar in chart.bars
+        (*([bar.group] if grouped else []), *([bar.name] if named or not grouped else []), bar.value)
+        for bar in chart.bars
     )
     heads = (*(["group"] if grouped else []), *(["quantity"] if named or not grouped else []), "value")
     return Table(chart.title, chart.about, heads, rows_of_bars)
@@ -195,7 +197,8 @@ def _decoded(item: Decoded) -> str:
 def _text(text: TracedText) -> str:
     steps, tokens = len(text.steps), len(text.tokens)
     category = f"{text.category}; " if text.category else ""
-    how = f"{category}{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} per step; ended by {text.finish_reason}"
+    rate = f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} per step"
+    how = f"{category}{rate}; ended by {text.finish_reason}"
     return (
         f'<article><p class="prompt" dir="auto">{_safe(text.prompt)}</p>'
         f'<p class="how"><bdi>{_safe(how)}</bdi></p>{marked.marked(text)}</article>'

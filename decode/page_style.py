@@ -15,12 +15,12 @@ def _looks(colours: tuple[str, ...]) -> str:
 
 
 _CLASSES = " ".join(f".s{index} {{ --c: var(--c{index}); }}" for index in range(len(LIGHT)))
-_LIGHT = f"--paper: #fff; --text: #1a202c; --pale: #4a5568; --rule: #a0aec0; --grid: #e2e8f0; --box: #f5f7fa; {_looks(LIGHT)}"
-_DARK = f"--paper: #14181f; --text: #e8ecf2; --pale: #a9b4c4; --rule: #5a6677; --grid: #2b3340; --box: #1d232d; {_looks(DARK)}"
+_LIGHT = "--paper: #fff; --text: #1a202c; --pale: #4a5568; --rule: #a0aec0; --grid: #e2e8f0; --box: #f5f7fa; "
+_DARK = "--paper: #14181f; --text: #e8ecf2; --pale: #a9b4c4; --rule: #5a6677; --grid: #2b3340; --box: #1d232d; "
 
 STYLE = f"""
-:root {{ color-scheme: light dark; {_LIGHT} }}
-@media screen and (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}
+:root {{ color-scheme: light dark; {_LIGHT}{_looks(LIGHT)} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ {_DARK}{_looks(DARK)} }} }}
 {_CLASSES}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0 auto; max-width: 70rem; padding: 1rem clamp(.75rem, 3vw, 2rem) 4rem; background: var(--paper);
@@ -77,7 +77,8 @@ summary {{ cursor: pointer; color: var(--pale); padding: .25rem 0; }}
 .scroll {{ overflow-x: auto; max-height: 24rem; }}
 .wide .scroll {{ max-height: 30rem; margin-top: .4rem; }}
 table {{ border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }}
+th, td {{ text-align: left; padding: .22rem .9rem .22rem 0; vertical-align: top; }}
+th, td {{ border-bottom: 1px solid var(--grid); }}
 th {{ color: var(--pale); font-weight: 600; position: sticky; top: 0; background: var(--paper); }}
 .number {{ text-align: right; }}
 td code {{ background: var(--box); padding: .05rem .3rem; border-radius: .25rem; white-space: pre-wrap; }}

@@ -72,7 +72,9 @@ def _notices(run: RunRecords) -> list[str]:
     elif MONITOR not in run.metrics:
         found.append("There was no validation, so there is no acceptance length.")
     elif run.samples is None:
-        found.append("No decoded texts were kept: model.decode.prompts was not set, or an earlier version trained this.")
+        found.append(
+            "No decoded texts were kept: model.decode.prompts was not set, or the run is of an earlier version."
+        )
     contradiction = doubt(run.best, run.longest)
     return [*found, *([contradiction[0].upper() + contradiction[1:] + "."] if contradiction else [])]
 
@@ -117,7 +119,7 @@ def _facts(run: RunRecords) -> list[tuple[str, str]]:
         "device": f"{record['device']}, {record.get('threads')} threads" if "device" in record else None,
         "revision": record.get("git_revision"),
         "python": record.get("python"),
-        **record.get("versions", {}),
+        "versions": ", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items()) or None,
     }
     return [(name, str(value)) for name, value in found.items() if value is not None]
 
@@ -140,27 +142,28 @@ def _commands(run: RunRecords) -> list[tuple[str, str]]:
 
 def _lengths(run: RunRecords) -> Section:
     about = (
-        "Acceptance length τ is how many tokens a step commits; plain decoding is 1. Implied: 1 + Σ Π α, from the chance "
-        "α that each draft position is kept on validation data. Decoded: validation prompts, with the engine that users "
-        "decode with. The best heads, by the implied one, are those on disk."
+        "Acceptance length τ is how many tokens a step commits; plain decoding is 1. Implied: 1 + Σ Π α, from the "
+        "chance α that each draft position is kept on validation data. Decoded: of validation prompts, with the engine "
+        "that users decode with. The best heads, by the implied one, are those on disk."
     )
     plain = (1.0, "plain decoding")
     named = {"implied": MONITOR, "decoded": DECODED, "implied, greedy": "val/accept_len_implied_greedy"}
     validated = _chart(run, "Acceptance length", "Tokens per step, at each validation.", named, 1.0, plain, best=True)
     training = {"implied": "train/accept_len_implied", "implied, greedy": "train/accept_len_implied_greedy"}
     seen = "Tokens per step that α on the training data implies, before each step."
-    return _section("Acceptance length", about, [validated, _chart(run, "On training data", seen, training, 1.0, plain)])
+    trained = _chart(run, "On training data", seen, training, 1.0, plain)
+    return _section("Acceptance length", about, [validated, trained])
 
 
 def _positions(run: RunRecords) -> Section:
     about = (
-        "α_k is the chance Σ min(p, q) that rejection sampling keeps draft k, given that all before it were kept. "
+        "αₖ is the chance Σ min(p, q) that rejection sampling keeps draft k, given that all before it were kept. "
         "Cumulative: the chance that drafts 1…k are all kept."
     )
     charts: list[Chart] = [
-        _by_position(run, "α, on validation data", "Σ min(p, q) of draft k where the text before it is given.", "val/alpha"),
+        _by_position(run, "α, on validation data", "Σ min(p, q) of draft k behind the data's own text.", "val/alpha"),
         _by_position(run, "Conditional, decoded", "α of draft k in the steps that kept all before it.", "decode/alpha"),
-        _by_position(run, "Cumulative, implied", "Π α₁…α_k on validation data.", "val/cumulative"),
+        _by_position(run, "Cumulative, implied", "Π α₁…αₖ on validation data.", "val/cumulative"),
         _by_position(run, "Cumulative, decoded", "Share of the steps that kept drafts 1…k.", "decode/accepted"),
         _final(run),
         _by_position(run, "Greedy agreement", "How often q's likeliest token is p's.", "val/greedy"),
@@ -171,7 +174,12 @@ def _positions(run: RunRecords) -> Section:
 def _final(run: RunRecords) -> Bars:
     """The four at the best step."""
     best = run.best
-    named = {"α": "val/alpha", "conditional": "decode/alpha", "cumulative": "val/cumulative", "decoded": "decode/accepted"}
+    named = {
+        "α": "val/alpha",
+        "α, decoded": "decode/alpha",
+        "cumulative": "val/cumulative",
+        "cumul., decoded": "decode/accepted",
+    }
     bars = tuple(
         Bar(f"draft {k}", name, best[f"{key}/{k}"])
         for k in range(1, run.positions + 1)
@@ -179,7 +187,7 @@ def _final(run: RunRecords) -> Bars:
         if f"{key}/{k}" in best
     )
     when = f"step {best['step']:,.0f}" if best else "the best step"
-    about = f"At {when}. α and cumulative: on validation data; conditional and decoded (cumulative): of decoded prompts."
+    about = f"At {when}. On validation data, and in decoding the validation prompts."
     return Bars("Of the best heads", about, bars, most=1)
 
 
@@ -188,19 +196,19 @@ def _failures(run: RunRecords) -> Section:
         return failures.section([], "The run kept no decoded texts.")
     prompts = f"{len(run.samples.texts)} validation prompt{'' if len(run.samples.texts) == 1 else 's'}"
     about = (
-        f"From {prompts}, decoded with the heads of step {run.samples.step:,}. A category needs the key of that name in "
-        "the file of prompts; more prompts (model.decode.limit) say more."
+        f"From {prompts}, decoded with the heads of step {run.samples.step:,}. Categories come from the key of that "
+        "name in the file of prompts; more prompts (model.decode.limit) say more."
     )
     return failures.section(run.samples.texts, about)
 
 
 def _speed(run: RunRecords) -> Section:
     about = (
-        "Of decoding the validation prompts, all at once, beside training; mtp-decode bench measures speed by itself, what "
-        "a row of the base costs, and against other ways to decode."
+        "Of decoding the validation prompts, all at once, beside training. mtp-decode bench measures speed by itself, "
+        "against other ways to decode, and what a row of the base costs."
     )
-    rate = _chart(run, "Decoding", "Tokens per second, prefill included.", {"decoding": "decode/tok_per_s"}, 0.0, best=True)
-    items: list[Chart | Table] = [rate]
+    about_rate, key = "Tokens per second, prefill included.", {"decoding": "decode/tok_per_s"}
+    items: list[Chart | Table] = [_chart(run, "Decoding", about_rate, key, 0.0, best=True)]
     if run.samples is not None:
         items += _of_samples(run.samples)
     return _section("Speed", about, items)
@@ -213,17 +221,20 @@ def _of_samples(samples: Samples) -> list[Chart | Table]:
 
 
 def _health(run: RunRecords) -> Section:
-    charts = [
+    def one(title: str, about: str, name: str, key: str) -> Lines:
+        return _chart(run, title, about, {name: key}, 0.0)
+
+    charts: list[Chart] = [
         _chart(run, "Loss", "The objective per supervised position.", {"train": "train/loss", "val": "val/loss"}),
         _by_position(run, "Loss per position, validation", "Of draft k.", "val/loss"),
         _by_position(run, "Loss per position, training", "Of draft k.", "train/loss"),
-        _chart(run, "Gradient norm", "Of all heads, before clipping.", {"norm": "train/grad_norm"}, 0.0),
+        one("Gradient norm", "Of all heads, before clipping.", "norm", "train/grad_norm"),
         _by_position(run, "Gradient norm per position", "To the states of draft k, per position.", "train/grad_norm"),
-        _chart(run, "Learning rate", "Of the optimiser's first group.", {"rate": "train/lr"}, 0.0),
-        _chart(run, "Throughput", "Tokens trained on per second.", {"training": "train/tokens_per_s"}, 0.0),
-        _chart(run, "Share of the machine", "Matrix products per second, of the best seen here.", {"share": "train/peak_share"}, 0.0),
-        _chart(run, "Coverage", "Supervised tokens that the draft vocabulary holds.", {"share": "val/draft_vocab_coverage"}, 0.0),
-    ]  # fmt: skip
+        one("Learning rate", "Of the optimiser's first group.", "rate", "train/lr"),
+        one("Throughput", "Tokens trained on per second.", "training", "train/tokens_per_s"),
+        one("Share of the machine", "Matrix products per second, of the best seen here.", "share", "train/peak_share"),
+        one("Coverage", "Supervised tokens that the heads can propose.", "share", "val/draft_vocab_coverage"),
+    ]
     return _section("Training health", "How the heads learn, and how fast the machine trains them.", charts)
 
 
