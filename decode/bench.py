@@ -22,6 +22,7 @@ from decode.rivals import LOOKUP_TOKENS, transformers_runner
 from decode.sides import Runner, Side, Spent, paired, spread, take_turns
 from decode.stats import DecodeStats
 from decode.stopping import room
+from decode.stream import Result
 from decode.target import BaseTarget
 from decode.text import Prompt, encode
 from mtp.base import FrozenBase
@@ -42,10 +43,12 @@ def bench(
     on_prompt: Callable[[], None] = lambda: None,
     categories: Sequence[str | None] | None = None,
     context: int = CONTEXT,
+    texts: list[Result] | None = None,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
     one for each prompt, the acceptance length is told for each of them too, and as their mean. Parts of a step are
-    measured alone behind `context` places of text, fewer where the base has no room for them.
+    measured alone behind `context` places of text, fewer where the base has no room for them. `texts` takes in what mtp
+    decoded, prompt by prompt.
 
     Keys of the report, besides where and with which settings it was measured:
         results: of each side, mtp first: `name`, `tokens`, `wall_seconds`, `tok_per_s` (tokens over seconds, prefill
@@ -68,11 +71,13 @@ def bench(
     Raises UserError on settings that cannot be met, before anything is timed.
     """
     check_context(context)
-    sides = _sides(decoder, request, against)
+    texts = [] if texts is None else texts
+    sides = _sides(decoder, request, against, texts)
     encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
     for side in sides:
         side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
+    texts.clear()  # of the warm-up
     take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
     ours = sides[0].stats
     assert ours is not None
@@ -83,15 +88,15 @@ def bench(
     }
 
 
-def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[Side]:
+def _sides(decoder: Decoder, request: Request, against: Sequence[str], texts: list[Result]) -> list[Side]:
     check_rivals(against)
     runners: dict[str, Callable[[], Runner]] = {
-        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0)),
+        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0), []),
         "transformers": lambda: transformers_runner(decoder.base, request),
         "lookup": lambda: transformers_runner(decoder.base, request, LOOKUP_TOKENS),
     }
     rivals = [Side(name, runners[name]()) for name in dict.fromkeys(against)]
-    return [Side("mtp", _engine_runner(decoder, request)), *rivals]
+    return [Side("mtp", _engine_runner(decoder, request, texts)), *rivals]
 
 
 def check_rivals(against: Sequence[str]) -> None:
@@ -107,12 +112,13 @@ def check_context(context: int) -> None:
         raise UserError(f"--context is {context}; use a number of tokens, at least 1.")
 
 
-def _engine_runner(decoder: Decoder, request: Request) -> Runner:
+def _engine_runner(decoder: Decoder, request: Request, texts: list[Result]) -> Runner:
     def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
         fewest = min(request.min_new_tokens, max_new_tokens)
         stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens, min_new_tokens=fewest))
         for _ in stream:
             pass
+        texts.append(stream.result)
         return len(stream.result.token_ids), stream.stats
 
     return run

@@ -113,8 +113,11 @@ def told(value: float) -> str:
 
 def brief(value: float) -> str:
     """The same beside a line or bar, where there is room for three digits."""
-    if not math.isfinite(value) or (value and not 1e-3 <= abs(value) < 1e9):
+    if not math.isfinite(value):
         return told(value)
+    if value and not 1e-3 <= abs(value) < 1e9:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from decode.charts import Bar, Bars, Chart
 from decode.page import Cell, Decoded, Section, Table, Token
-from decode.trace import TracedText, by_category, histogram, judged, rejected_pairs, worst_contexts
+from decode.trace import START, TracedText, by_category, histogram, judged, rejected_pairs, worst_contexts
 
 TITLE = "Where drafts fail"
 _ROWS, _TEXTS = 25, 12
@@ -58,7 +58,7 @@ def pairs(texts: Sequence[TracedText]) -> Table:
     found = rejected_pairs(texts)
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (Token(pair.draft), Token(pair.recovered), pair.count, _listed(pair.positions), _listed(pair.categories),
-         Token(pair.before)) for pair in found[:_ROWS]
+         Token(pair.before or START)) for pair in found[:_ROWS]
     )  # fmt: skip
     shown = "" if len(found) <= _ROWS else f" The first {_ROWS} of {len(found)}."
     about = f"What the heads drafted, and the token that came in its place; the most frequent first.{shown}"

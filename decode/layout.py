@@ -97,7 +97,7 @@ def _lines(chart: Lines) -> tuple[list[Shape], float]:
     shapes = [*_axes(chart, x, y, edge), *_level(chart, y, edge), *_mark(chart, x, floor)]
     for look, line in seen:
         shapes += _line(line, look, x, y, chart.x_name)
-    rows = spread([y(value) for _, value in ends], 14, _TOP - 8, floor + 6)
+    rows = spread([y(value) for _, value in ends], 14, _TOP - 8, floor - 4)
     for (look, line), (last, value), row in zip(seen, ends, rows, strict=True):
         if abs(row - y(value)) > 3 or edge - x(last) > 3:
             shapes.append(Path("lead", ((x(last), y(value)), (edge + 5, row))))

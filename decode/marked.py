@@ -42,9 +42,9 @@ def _piece(piece: Piece) -> str:
     struck = ""
     if piece.origin == "recovered" and piece.rejected:
         said += f", in place of {' or '.join(map(visible, piece.rejected))}"
-        struck = f"<del>{escape(' '.join(map(visible, piece.rejected)))}</del>"
-    shown = escape(without_controls(piece.text)).replace("\n", '<span class="newline"></span>\n')
-    return f'{struck}<span class="{piece.origin}" title="{escape(said)}">{shown}</span>'
+        struck = f"<del>{safe(' '.join(map(visible, piece.rejected)))}</del>"
+    shown = safe(piece.text).replace("\n", '<span class="newline"></span>\n')
+    return f'{struck}<span class="{piece.origin}" title="{safe(said)}">{shown}</span>'
 
 
 def legend(texts: Sequence[TracedText]) -> str:
@@ -67,6 +67,11 @@ def visible(token: str) -> str:
         signs.get(letter) or (letter if letter.isprintable() or letter == "\u200d" else f"\\u{ord(letter):04x}")
         for letter in token
     )
+
+
+def safe(text: str) -> str:
+    """Text as it may stand in a page and in its attributes."""
+    return escape(without_controls(text))
 
 
 def without_controls(text: str) -> str:

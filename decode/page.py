@@ -8,10 +8,10 @@ the `value` of the table's `data` elements. The page forbids itself to load anyt
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from decode import marked
 from decode.charts import Chart, Lines, told
+from decode.marked import safe
 from decode.page_style import STYLE
 from decode.svg import draw
 from decode.trace import TracedText
@@ -88,7 +88,7 @@ def render(page: Page) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n',
-            f"<title>{_safe(page.title)}</title>\n<style>{STYLE}{marked.STYLE}</style>\n</head>\n<body>\n",
+            f"<title>{safe(page.title)}</title>\n<style>{STYLE}{marked.STYLE}</style>\n</head>\n<body>\n",
             *_head(page),
             "<main>\n",
             *(_section(section) for section in page.sections),
@@ -102,34 +102,30 @@ def slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _safe(text: str) -> str:
-    return escape(marked.without_controls(text))
-
-
 def _head(page: Page) -> Iterator[str]:
-    yield f'<header>\n<h1><bdi>{_safe(page.title)}</bdi></h1>\n<p class="under">{_safe(page.subtitle)}</p>\n'
-    yield from (f'<p class="notice" role="note">{_safe(notice)}</p>\n' for notice in page.notices)
+    yield f'<header>\n<h1><bdi>{safe(page.title)}</bdi></h1>\n<p class="under">{safe(page.subtitle)}</p>\n'
+    yield from (f'<p class="notice" role="note">{safe(notice)}</p>\n' for notice in page.notices)
     tiles = (
-        f"<div><dt>{_safe(tile.name)}</dt><dd><strong>{_safe(tile.value)}</strong> "
-        f"<span>{_safe(tile.about)}</span></dd></div>"
+        f"<div><dt>{safe(tile.name)}</dt><dd><strong>{safe(tile.value)}</strong> "
+        f"<span>{safe(tile.about)}</span></dd></div>"
         for tile in page.tiles
     )
     yield f'<dl class="tiles">{"".join(tiles)}</dl>\n' if page.tiles else ""
-    links = (f'<li><a href="#{slug(one.title)}">{_safe(one.title)}</a></li>' for one in page.sections)
+    links = (f'<li><a href="#{slug(one.title)}">{safe(one.title)}</a></li>' for one in page.sections)
     yield f'<nav aria-label="Sections"><ul>{"".join(links)}</ul></nav>\n'
-    facts = (f"<div><dt>{_safe(name)}</dt><dd><bdi>{_safe(value)}</bdi></dd></div>" for name, value in page.facts)
+    facts = (f"<div><dt>{safe(name)}</dt><dd><bdi>{safe(value)}</bdi></dd></div>" for name, value in page.facts)
     yield f'<dl class="facts">{"".join(facts)}</dl>\n'
     for what, command in page.commands:
-        yield f'<p class="does">{_safe(what)}</p>\n<pre class="command"><code>{_safe(command)}</code></pre>\n'
+        yield f'<p class="does">{safe(what)}</p>\n<pre class="command"><code>{safe(command)}</code></pre>\n'
     yield "</header>\n"
 
 
 def _section(section: Section) -> str:
     name = slug(section.title)
     items = [_item(item, f"{name}-{number}") for number, item in enumerate(section.items, start=1)]
-    about = f'<p class="about">{_safe(section.about)}</p>\n' if section.about else ""
+    about = f'<p class="about">{safe(section.about)}</p>\n' if section.about else ""
     return (
-        f'<section id="{name}" aria-labelledby="{name}-h">\n<h2 id="{name}-h">{_safe(section.title)}</h2>\n{about}'
+        f'<section id="{name}" aria-labelledby="{name}-h">\n<h2 id="{name}-h">{safe(section.title)}</h2>\n{about}'
         f'<div class="items">\n{"".join(items)}</div>\n</section>\n'
     )
 
@@ -147,7 +143,7 @@ def _item(item: Chart | Table | Decoded, name: str) -> str:
 
 
 def _caption(item: Chart | Table) -> str:
-    return f"<figcaption><h3>{_safe(item.title)}</h3><p>{_safe(item.about)}</p></figcaption>"
+    return f"<figcaption><h3>{safe(item.title)}</h3><p>{safe(item.about)}</p></figcaption>"
 
 
 def numbers(chart: Chart) -> Table:
@@ -167,10 +163,10 @@ def numbers(chart: Chart) -> Table:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{_safe(column)}</th>' for column in table.columns)
+    head = "".join(f'<th scope="col">{safe(column)}</th>' for column in table.columns)
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_safe(table.title)}: table">'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{safe(table.title)}: table">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
@@ -179,16 +175,16 @@ def _cell(cell: Cell) -> str:
     if cell is None:
         return "<td></td>"
     if isinstance(cell, Token):
-        return f'<td><code><bdi dir="auto">{escape(marked.visible(cell.text))}</bdi></code></td>'
+        return f'<td><code><bdi dir="auto">{safe(marked.visible(cell.text))}</bdi></code></td>'
     if isinstance(cell, str):
-        return f"<td><bdi>{_safe(cell)}</bdi></td>"
+        return f"<td><bdi>{safe(cell)}</bdi></td>"
     return f'<td class="number"><data value="{cell!r}">{told(cell)}</data></td>'
 
 
 def _decoded(item: Decoded) -> str:
     shown = "".join(map(_text, item.texts))
     return (
-        f'<h3>{_safe(item.title)}</h3><p class="about">{_safe(item.about)}</p>{marked.legend(item.texts)}'
+        f'<h3>{safe(item.title)}</h3><p class="about">{safe(item.about)}</p>{marked.legend(item.texts)}'
         '<div class="texts"><label><input type="checkbox"> show the rejected drafts, struck through, before the token '
         f"that came in their place</label>{shown}</div>"
     )
@@ -200,8 +196,8 @@ def _text(text: TracedText) -> str:
     rate = f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} per step"
     how = f"{category}{rate}; ended by {text.finish_reason}"
     return (
-        f'<article><p class="prompt" dir="auto">{_safe(text.prompt)}</p>'
-        f'<p class="how"><bdi>{_safe(how)}</bdi></p>{marked.marked(text)}</article>'
+        f'<article><p class="prompt" dir="auto">{safe(text.prompt)}</p>'
+        f'<p class="how"><bdi>{safe(how)}</bdi></p>{marked.marked(text)}</article>'
     )
 
 

@@ -5,10 +5,10 @@ Knows: SVG. Refuses to know: colours, which the page's style sheet gives to the 
 """
 
 from collections.abc import Callable, Iterable
-from html import escape
 
 from decode.charts import Bars, Chart, told
 from decode.layout import DASHES, WIDTH, Box, Marker, Path, Shape, Text, place
+from decode.marked import safe
 
 
 def draw(chart: Chart, name: str) -> str:
@@ -16,7 +16,7 @@ def draw(chart: Chart, name: str) -> str:
     shapes, height = place(chart)
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-labelledby="{name}-t {name}-d">'
-        f'<title id="{name}-t">{escape(chart.title)}</title><desc id="{name}-d">{escape(describe(chart))}</desc>'
+        f'<title id="{name}-t">{safe(chart.title)}</title><desc id="{name}-d">{safe(describe(chart))}</desc>'
         f"{_hatches(shapes, name)}{''.join(_element(shape, name) for shape in shapes)}</svg>"
     )
 
@@ -44,10 +44,10 @@ def _element(shape: Shape, name: str) -> str:
     if isinstance(shape, Marker):
         return _marker(shape)
     if isinstance(shape, Text):
-        bold = f'<tspan class="strong">{escape(shape.bold)}</tspan>' if shape.bold else ""
+        bold = f'<tspan class="strong">{safe(shape.bold)}</tspan>' if shape.bold else ""
         anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
         where = f'x="{shape.x:.1f}" y="{shape.y + 4:.1f}"'
-        return f'<text class="{shape.kind}" {where}{anchor}>{escape(shape.text)}{bold}</text>'
+        return f'<text class="{shape.kind}" {where}{anchor}>{safe(shape.text)}{bold}</text>'
     where = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:g}"'
     fill = f' fill="url(#{name}-h{shape.look})"' if shape.look else ""
     return f'<rect class="bar s{shape.look}" {where}{fill}/>'
@@ -62,7 +62,7 @@ def _path(path: Path) -> str:
 
 
 def _marker(marker: Marker) -> str:
-    title = f"<title>{escape(marker.said)}</title>" if marker.said else ""
+    title = f"<title>{safe(marker.said)}</title>" if marker.said else ""
     kind = f'class="dot s{marker.look}"'
     if marker.look == 0:
         return f'<circle {kind} cx="{marker.x:.1f}" cy="{marker.y:.1f}" r="3.6">{title}</circle>'
