@@ -113,6 +113,7 @@ def run_browser(folder: Path, arguments: Sequence[str]) -> "subprocess.Completed
     assert CHROMIUM is not None
     fixed = [
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"),
+        "--hide-scrollbars",
         *("--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}"),
     ]
     return subprocess.run([CHROMIUM, *fixed, *arguments], capture_output=True, text=True, timeout=120, check=False)

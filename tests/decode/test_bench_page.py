@@ -68,12 +68,13 @@ def test_another_report_is_another_page(folder: Path, capsys: pytest.CaptureFixt
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [["--draft-length", "0"], ["--draft-length", "auto"], ["--lookup", "2"], ["--tree", "2,1"]]
-)
-def test_pages_of_all_ways_to_draft(folder: Path, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    run_bench(folder, capsys, "--report", str(folder / "other.html"), *options)
-    assert "Tokens per second" in look(folder / "other.html").numbers
+def test_pages_without_drafts_and_without_a_model_of_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_bench(folder, capsys, "--report", str(folder / "other.html"), "--draft-length", "0")
+    seen = look(folder / "other.html")
+    assert "Nothing was drafted." in seen.texts["p"]
+    assert "Speed-up by K" not in seen.numbers
+    lossy = Seen(render(bench_page(report | {"lossless": False, "heads": None}, [])))
+    assert any("does not keep the base's distribution" in text for text in lossy.texts["p"])
 
 
 @pytest.mark.parametrize("name", ["page.txt", "nowhere/page.html", "heads"])
