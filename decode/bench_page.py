@@ -69,7 +69,8 @@ _SHOWN_ELSEWHERE = {"results", "ratios", "paired_ratios", "costs", "cost_model",
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Every setting of the report, by its own name."""
-    facts = {name: value for name, value in report.items() if name not in _SHOWN_ELSEWHERE and value is not None}
+    own = {name: value for name, value in report.items() if not name.startswith("spec_decode_")}  # the same for servers
+    facts = {name: value for name, value in own.items() if name not in _SHOWN_ELSEWHERE and value is not None}
     facts["versions"] = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return [(name.replace("_", " "), str(value)) for name, value in facts.items()]
 

@@ -74,7 +74,7 @@ class TrainCLI(LightningCLI):
         self.console = Console(quiet=not first_process())
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
-        self.page = RunPage(self.folder, self.export, lambda said: self.console.print(said, soft_wrap=True))
+        self.page = RunPage(self.folder, self.export, self.tell)
         ours = [
             LastCheckpoint(self.folder, options.checkpoint_every),
             self.export,
@@ -89,6 +89,10 @@ class TrainCLI(LightningCLI):
                 enable_progress_bar=interactive(),
                 **kwargs,
             )
+
+    def tell(self, text: str) -> None:
+        """A line on the console, whatever is in it."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     @contextlib.contextmanager
     def no_empty_run(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """`report.html` of a run, and the pictures in its `plots/`: made from what the run's folder holds, at any time.
 
 Knows: which metric a reader sees under which heading; the headings are those of the dashboard. Refuses to know: the
-folder's files (`train.run_records`), HTML (`decode.page`) and pictures (`decode.chart_png`).
+folder's files (`train.history`), HTML (`decode.page`) and pictures (`decode.chart_png`).
 """
 
 import shlex
@@ -13,7 +13,7 @@ from decode import chart_png, failures
 from decode.charts import Bar, Bars, Chart, Line, Lines, thinned, told
 from decode.page import Cell, Page, Section, Table, Tile, render, slug
 from decode.png import put
-from train.run_records import RunRecords, read_run
+from train.history import History, read_run
 from train.samples import Samples
 from train.summary import DECODED, MONITOR, doubt
 
@@ -36,7 +36,7 @@ def write_page(folder: Path, pictures: bool = True) -> Path:
     return path
 
 
-def run_page(run: RunRecords) -> Page:
+def run_page(run: History) -> Page:
     """All that the folder tells, as a page."""
     sections = (_lengths(run), _positions(run), _failures(run), _speed(run), _health(run), _everything(run))
     return Page(
@@ -53,14 +53,14 @@ def run_page(run: RunRecords) -> Page:
 # ---- the head --------------------------------------------------------------------------------------------------------
 
 
-def _subtitle(run: RunRecords) -> str:
+def _subtitle(run: History) -> str:
     base = run.heads.get("base")
     if not isinstance(base, dict):
         return "a training run"
     return f"{run.heads.get('kind')} heads for {base.get('name')}, draft length K = {run.heads.get('draft_length')}"
 
 
-def _notices(run: RunRecords) -> list[str]:
+def _notices(run: History) -> list[str]:
     found = []
     if not run.finished:
         found.append(
@@ -79,7 +79,7 @@ def _notices(run: RunRecords) -> list[str]:
     return [*found, *([contradiction[0].upper() + contradiction[1:] + "."] if contradiction else [])]
 
 
-def _tiles(run: RunRecords) -> list[Tile]:
+def _tiles(run: History) -> list[Tile]:
     best = run.best
     step = f"at step {best['step']:,.0f}" if best else ""
     named = {
@@ -101,7 +101,7 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
-def _facts(run: RunRecords) -> list[tuple[str, str]]:
+def _facts(run: History) -> list[tuple[str, str]]:
     heads, record = run.heads, run.run
     base: Mapping[str, Any] = heads.get("base") or {}
     vocabulary = heads.get("draft_vocab_size") or heads.get("vocab_size")
@@ -124,7 +124,7 @@ def _facts(run: RunRecords) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found.items() if value is not None]
 
 
-def _commands(run: RunRecords) -> list[tuple[str, str]]:
+def _commands(run: History) -> list[tuple[str, str]]:
     heads, folder = shlex.quote(str(run.folder / "heads")), shlex.quote(str(run.folder))
     found = [
         ("Trained by", shlex.join(map(str, run.run.get("command", [])))),
@@ -140,7 +140,7 @@ def _commands(run: RunRecords) -> list[tuple[str, str]]:
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 
-def _lengths(run: RunRecords) -> Section:
+def _lengths(run: History) -> Section:
     about = (
         "Acceptance length τ is how many tokens a step commits; plain decoding is 1. Implied: 1 + Σ Π α, from the "
         "chance α that each draft position is kept on validation data. Decoded: of validation prompts, with the engine "
@@ -155,28 +155,30 @@ def _lengths(run: RunRecords) -> Section:
     return _section("Acceptance length", about, [validated, trained])
 
 
-def _positions(run: RunRecords) -> Section:
+def _positions(run: History) -> Section:
     about = (
         "αₖ is the chance Σ min(p, q) that rejection sampling keeps draft k, given that all before it were kept. "
-        "Cumulative: the chance that drafts 1…k are all kept."
+        "Conditional: how often it was kept then. Cumulative: how often, or with which chance, drafts 1…k are all kept."
     )
     charts: list[Chart] = [
         _by_position(run, "α, on validation data", "Σ min(p, q) of draft k behind the data's own text.", "val/alpha"),
-        _by_position(run, "Conditional, decoded", "α of draft k in the steps that kept all before it.", "decode/alpha"),
+        _by_position(run, "α, decoded", "Σ min(p, q) of draft k in the steps that kept all before it.", "decode/alpha"),
+        _by_position(run, "Conditional, decoded", "Kept, of the steps that kept all before.", "decode/conditional"),
         _by_position(run, "Cumulative, implied", "Π α₁…αₖ on validation data.", "val/cumulative"),
         _by_position(run, "Cumulative, decoded", "Share of the steps that kept drafts 1…k.", "decode/accepted"),
-        _final(run),
         _by_position(run, "Greedy agreement", "How often q's likeliest token is p's.", "val/greedy"),
+        _final(run),
     ]
     return _section("Acceptance per draft position", about, charts)
 
 
-def _final(run: RunRecords) -> Bars:
-    """The four at the best step."""
+def _final(run: History) -> Bars:
+    """The same at the best step."""
     best = run.best
     named = {
         "α": "val/alpha",
         "α, decoded": "decode/alpha",
+        "conditional": "decode/conditional",
         "cumulative": "val/cumulative",
         "cumul., decoded": "decode/accepted",
     }
@@ -191,7 +193,7 @@ def _final(run: RunRecords) -> Bars:
     return Bars("Of the best heads", about, bars, most=1)
 
 
-def _failures(run: RunRecords) -> Section:
+def _failures(run: History) -> Section:
     if run.samples is None:
         return failures.section([], "The run kept no decoded texts.")
     prompts = f"{len(run.samples.texts)} validation prompt{'' if len(run.samples.texts) == 1 else 's'}"
@@ -202,13 +204,20 @@ def _failures(run: RunRecords) -> Section:
     return failures.section(run.samples.texts, about)
 
 
-def _speed(run: RunRecords) -> Section:
+def _speed(run: History) -> Section:
     about = (
         "Of decoding the validation prompts, all at once, beside training. mtp-decode bench measures speed by itself, "
         "against other ways to decode, and what a row of the base costs."
     )
-    about_rate, key = "Tokens per second, prefill included.", {"decoding": "decode/tok_per_s"}
-    items: list[Chart | Table] = [_chart(run, "Decoding", about_rate, key, 0.0, best=True)]
+    rate, row = {"decoding": "decode/tok_per_s"}, {"verify": "decode/verify_ms_per_row"}
+    parts = {name: f"decode/share/{name}" for name in ("verify", "draft", "rule", "other")}
+    sizes = {f"{n} token{'s' * (n > 1)}": f"decode/committed/{n}" for n in range(1, run.positions + 2)}
+    items: list[Chart | Table] = [
+        _chart(run, "Decoding", "Tokens per second, prefill included.", rate, 0.0, best=True),
+        _chart(run, "Shares of a step", "The base's forward, drafting, the rule, the rest.", parts, 0.0, best=True),
+        _chart(run, "Cost per row", "Milliseconds of the base's forward per row that it checks.", row, 0.0, best=True),
+        _chart(run, "Steps by committed tokens", "Share of the steps.", sizes, 0.0, best=True),
+    ]
     if run.samples is not None:
         items += _of_samples(run.samples)
     return _section("Speed", about, items)
@@ -220,7 +229,7 @@ def _of_samples(samples: Samples) -> list[Chart | Table]:
     return [failures.committed(samples.texts, counts), *([bars, table] if seconds else [])]
 
 
-def _health(run: RunRecords) -> Section:
+def _health(run: History) -> Section:
     def one(title: str, about: str, name: str, key: str) -> Lines:
         return _chart(run, title, about, {name: key}, 0.0)
 
@@ -238,7 +247,7 @@ def _health(run: RunRecords) -> Section:
     return _section("Training health", "How the heads learn, and how fast the machine trains them.", charts)
 
 
-def _everything(run: RunRecords) -> Section:
+def _everything(run: History) -> Section:
     best = dict(run.at(run.best["step"])) if run.best else {}
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (key, points[-1][1], points[-1][0], dict(points)[run.best["step"]] if key in best else None, len(points))
@@ -255,7 +264,7 @@ def _section(title: str, about: str, items: list[Chart] | list[Chart | Table]) -
 
 
 def _chart(
-    run: RunRecords,
+    run: History,
     title: str,
     about: str,
     named: Mapping[str, str],
@@ -268,7 +277,7 @@ def _chart(
     return Lines(title, about, thinned(lines), _STEP, least, mark, level)
 
 
-def _by_position(run: RunRecords, title: str, about: str, key: str) -> Lines:
+def _by_position(run: History, title: str, about: str, key: str) -> Lines:
     named = {f"k = {k}": f"{key}/{k}" for k in range(1, run.positions + 1)}
     least = None if "loss" in key else 0.0
     return _chart(run, title, about, named, least, best=key.startswith(("val/", "decode/")))

@@ -48,11 +48,17 @@ def metrics_at(step: int, positions: int = 3) -> dict[str, float]:
         "train/grad_norm": 30 + wave,
         "train/tokens_per_s": 1234.5 + wave,
         "train/peak_share": 0.5,
+        "decode/share/verify": 0.8,
+        "decode/share/draft": 0.1 + 0.01 * wave,
+        "decode/share/rule": 0.04,
+        "decode/share/other": 0.06 - 0.01 * wave,
+        "decode/verify_ms_per_row": 3.0 + wave,
     }
     for k in range(1, positions + 1):
         share = 0.7 / k + 0.001 * step
         found |= {f"val/alpha/{k}": share, f"val/cumulative/{k}": share**k, f"val/greedy/{k}": share * 0.9}
         found |= {f"decode/alpha/{k}": share * 0.95, f"decode/accepted/{k}": share**k * 0.9}
+        found |= {f"decode/conditional/{k}": share * 0.93, f"decode/committed/{k}": 1 / (1 + positions)}
         found |= {f"val/loss/{k}": 2 - share, f"train/loss/{k}": 2 - share, f"train/grad_norm/{k}": share / 100}
         found |= {f"train/alpha/{k}": share, f"val/top_mass/{k}": share * 0.8}
     return found

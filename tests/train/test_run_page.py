@@ -14,8 +14,8 @@ from tests.train.run_folders import TEXTS, metrics_at, write_metrics, write_run
 from tests.train.runs import read_metrics, train
 from train import callbacks, run_page
 from train.cli import main
+from train.history import read_run
 from train.run_page import write_page
-from train.run_records import read_run
 from train.samples import read_samples
 
 SECTIONS = [
@@ -51,13 +51,18 @@ def test_every_number_of_the_records_is_in_the_page(run: Path) -> None:
     for key, row in rows.items():
         best = "" if key.startswith("train/") else metrics_at(20)[key]
         assert row == [key, metrics_at(50)[key], 50.0, best, 5.0]
+    assert [row[1] for row in seen.numbers["Cost per row"][1:]] == [
+        metrics_at(step)["decode/verify_ms_per_row"] for step in range(10, 60, 10)
+    ]
+    assert seen.numbers["Shares of a step"][0] == ["optimiser step", "verify", "draft", "rule", "other"]
     lengths = seen.numbers["Acceptance length"]
     assert lengths[0] == ["optimiser step", "implied", "decoded", "implied, greedy"]
     named = ["val/accept_len_implied", "decode/accept_len", "val/accept_len_implied_greedy"]
     assert lengths[1:] == [[step, *(metrics_at(step)[key] for key in named)] for step in range(10, 60, 10)]
     for title, key in {
         "α, on validation data": "val/alpha",
-        "Conditional, decoded": "decode/alpha",
+        "α, decoded": "decode/alpha",
+        "Conditional, decoded": "decode/conditional",
         "Cumulative, implied": "val/cumulative",
         "Cumulative, decoded": "decode/accepted",
         "Loss per position, validation": "val/loss",

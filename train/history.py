@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class RunRecords:
+class History:
     """A run as its folder tells it. Whatever a file lacks is empty."""
 
     folder: Path
@@ -73,13 +73,13 @@ class RunRecords:
         return {key: points for key, points in found.items() if step in dict(points)}
 
 
-def read_run(folder: Path) -> RunRecords:
+def read_run(folder: Path) -> History:
     """UserError unless the folder is one of a run."""
     metrics = read_metrics(folder)
     if not metrics and not (folder / "run.json").is_file():
         told = "has neither run.json nor csv/version_*/metrics.csv" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {told}; name the folder of a training run, such as runs/demo.")
-    return RunRecords(folder, metrics, read_record(folder), _heads(folder), read_samples(folder))
+    return History(folder, metrics, read_record(folder), _heads(folder), read_samples(folder))
 
 
 def read_metrics(folder: Path) -> dict[str, Points]:
