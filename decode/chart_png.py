@@ -86,7 +86,11 @@ def _draw(axes: "Axes", shape: Shape, left: float, top: float) -> None:
             how |= {"color": LIGHT[shape.look], "linestyle": (0, [d / 2 for d in dashes]) if dashes else "-"}
         axes.add_artist(Line2D(xs, ys, **how))  # cheaper than `plot`, which looks for limits
     elif isinstance(shape, Marker):
-        look = {"marker": _MARKERS[shape.look], "markerfacecolor": LIGHT[shape.look], "markeredgecolor": "white"}
+        look: dict[str, Any] = {
+            "marker": _MARKERS[shape.look],
+            "markerfacecolor": LIGHT[shape.look],
+            "markeredgecolor": "white",
+        }
         axes.add_artist(Line2D([left + shape.x], [top + shape.y], markersize=7, markeredgewidth=0.7, **look))
     elif isinstance(shape, Box):
         face = "white" if shape.look else LIGHT[0]

@@ -153,13 +153,11 @@ def numbers(chart: Chart) -> Table:
         xs = sorted({x for points in values for x in points})
         rows = tuple((x, *(points.get(x) for points in values)) for x in xs)
         return Table(chart.title, chart.about, (chart.x_name, *(line.name for line in chart.lines)), rows)
-    grouped, named = any(chart.groups), len(chart.names) > 1
-    rows_of_bars = tuple(
-        (*([bar.group] if grouped else []), *([bar.name] if named or not grouped else []), bar.value)
-        for bar in chart.bars
+    named = len(chart.names) > 1
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
+        (bar.group, *([bar.name] if named else []), bar.value) for bar in chart.bars
     )
-    heads = (*(["group"] if grouped else []), *(["quantity"] if named or not grouped else []), "value")
-    return Table(chart.title, chart.about, heads, rows_of_bars)
+    return Table(chart.title, chart.about, ("", *(["quantity"] if named else []), "value"), cells)
 
 
 def _table(table: Table) -> str:
