@@ -38,16 +38,20 @@ def write_report(report: dict[str, Any], texts: Sequence[TracedText], path: Path
 def bench_page(report: dict[str, Any], texts: Sequence[TracedText], command: Sequence[str] = ()) -> Page:
     """All that the report and the texts of mtp tell, as a page."""
     lengths = f"K {'up to' if report['draft_length_auto'] else '='} {report['draft_length']}"
-    how = f"{lengths}, {report['verify']}, temperature {report['temperature']:g}, {report['num_prompts']} prompts"
+    prompts = failures.counted(report["num_prompts"], "prompt")
+    how = f"{lengths}, {report['verify']}, temperature {report['temperature']:g}, {prompts}"
     lossy = () if report["lossless"] else (f"The rule {report['verify']} does not keep the base's distribution.",)
+    where = (
+        f"{report['base']}, {report['hardware']}, {failures.counted(report['threads'], 'thread')}, {report['dtype']}"
+    )
     return Page(
         title=f"Bench of {Path(report['heads']).name}" if report["heads"] else "Bench",
-        subtitle=f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}; {how}",
+        subtitle=f"{where}; {how}",
         notices=lossy,
         tiles=tuple(_tiles(report)),
         facts=tuple(_facts(report)),
         commands=(("Measured by", shlex.join(["mtp-decode", *command])),) if command else (),
-        sections=(_lengths(report), _positions(report), _failures(report, texts), _speed(report, texts)),
+        sections=(_lengths(report), _positions(report, texts), _failures(report, texts), _speed(report, texts)),
     )
 
 
@@ -64,7 +68,16 @@ def _ratios(report: dict[str, Any]) -> list[tuple[str, float]]:
     return list(report["ratios"].items())
 
 
-_SHOWN_ELSEWHERE = {"results", "ratios", "paired_ratios", "costs", "cost_model", "versions", "lossless"}
+_SHOWN_ELSEWHERE = {
+    "results",
+    "ratios",
+    "paired_ratios",
+    "costs",
+    "cost_model",
+    "versions",
+    "lossless",
+    "draft_length_auto",
+}
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -86,22 +99,22 @@ def _lengths(report: dict[str, Any]) -> Section:
     return Section("Acceptance length", told, (chart,))
 
 
-def _positions(report: dict[str, Any]) -> Section:
-    ours = report["results"][0]
-    pairs = enumerate(zip(ours["alpha"], ours["accepted_per_position"], strict=True), start=1)
-    bars = tuple(
-        Bar(f"draft {k}", name, value)
-        for k, both in pairs
-        for name, value in zip(("α", "cumulative"), both, strict=True)
-    )
-    about = "α: Σ min(p, q) in the steps that kept all before. Cumulative: steps that kept drafts 1…k."
-    charts = (Bars("Drafts kept", about, bars, most=1),) if bars else ()
-    told = "αₖ is the chance that draft k is kept, given that all before it were."
+def _positions(report: dict[str, Any], texts: Sequence[TracedText]) -> Section:
+    ours, counted = report["results"][0], failures.kept_by_position(texts)
+    bars: list[Bar] = []
+    for k, (alpha, cumulative) in enumerate(zip(ours["alpha"], ours["accepted_per_position"], strict=True), start=1):
+        bars.append(Bar(f"draft {k}", "α", alpha))
+        if counted.get(k):
+            bars.append(Bar(f"draft {k}", "conditional", counted[k][0] / counted[k][1]))
+        bars.append(Bar(f"draft {k}", "cumulative", cumulative))
+    about = "Conditional: kept, of those whose predecessors were. Cumulative: of the steps, those that kept drafts 1…k."
+    charts = (Bars("Drafts kept", about, tuple(bars), most=1),) if bars else ()
+    told = "αₖ is the chance Σ min(p, q) that draft k is kept, given that all before it were."
     return Section("Acceptance per draft position", told if bars else "Nothing was drafted.", charts)
 
 
 def _failures(report: dict[str, Any], texts: Sequence[TracedText]) -> Section:
-    return failures.section(texts, f"In the {report['num_prompts']} prompts that mtp decoded here.")
+    return failures.section(texts, f"In {failures.counted(report['num_prompts'], 'prompt')} that mtp decoded here.")
 
 
 def _speed(report: dict[str, Any], texts: Sequence[TracedText]) -> Section:

@@ -21,7 +21,7 @@ def section(texts: Sequence[TracedText], about: str) -> Section:
     rows = by_category(texts)
     items: list[Chart | Table | Decoded] = []
     if any(row.judged for row in rows):
-        items += [_kept_by_category(texts), *_lengths(texts), categories(texts), pairs(texts), contexts(texts)]
+        items += [_kept_by_category(texts), _kept_by_position(texts), categories(texts), pairs(texts), contexts(texts)]
     if texts:
         items.append(samples(texts))
     return Section(TITLE, about, tuple(items))
@@ -36,13 +36,21 @@ def _kept_by_category(texts: Sequence[TracedText]) -> Bars:
     return Bars("Drafts kept, by category", about, bars, most=1)
 
 
-def _lengths(texts: Sequence[TracedText]) -> list[Bars]:
-    """Where in a step drafts are lost."""
+def kept_by_position(texts: Sequence[TracedText]) -> dict[int, tuple[int, int]]:
+    """Of each draft position that was ever judged, how many drafts were kept, and how many judged."""
     found = list(judged(texts))
     of, kept = Counter(one.position for one in found), Counter(one.position for one in found if one.kept)
-    bars = tuple(Bar(f"draft {k}", "kept", kept[k] / of[k], f"{kept[k] / of[k]:.0%} of {of[k]}") for k in sorted(of))
+    return {k: (kept[k], of[k]) for k in sorted(of)}
+
+
+def _kept_by_position(texts: Sequence[TracedText]) -> Bars:
+    """Where in a step drafts are lost."""
+    bars = tuple(
+        Bar(f"draft {k}", "kept", kept / of, f"{kept / of:.0%} of {of}")
+        for k, (kept, of) in kept_by_position(texts).items()
+    )
     about = "Share of the judged drafts that stayed, by draft position. A draft is judged if all before it stayed."
-    return [Bars("Drafts kept, by position", about, bars, most=1)]
+    return Bars("Drafts kept, by position", about, bars, most=1)
 
 
 def categories(texts: Sequence[TracedText]) -> Table:
@@ -130,3 +138,8 @@ def _listed(counts: Mapping[str, int] | Mapping[int, int]) -> str:
     """Names, with how often where that differs from once."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} × {count}" if count > 1 and len(ordered) > 1 else f"{name}" for name, count in ordered)
+
+
+def counted(number: int, unit: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number} {unit}{'' if number == 1 else 's'}"

@@ -75,7 +75,7 @@ svg .strong {{ fill: var(--text); font-weight: 600; }}
 details {{ font-size: .875rem; margin-top: .3rem; }}
 summary {{ cursor: pointer; color: var(--pale); padding: .25rem 0; }}
 .scroll {{ overflow-x: auto; max-height: 24rem; }}
-.wide .scroll {{ max-height: 30rem; margin-top: .4rem; }}
+.wide .scroll {{ max-height: none; margin-top: .4rem; }}
 table {{ border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: left; padding: .22rem .9rem .22rem 0; vertical-align: top; }}
 th, td {{ border-bottom: 1px solid var(--grid); }}

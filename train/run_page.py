@@ -116,7 +116,9 @@ def _facts(run: History) -> list[tuple[str, str]]:
         "steps": f"{record.get('steps', run.last_step):,}",
         "training took": _minutes(record["seconds_training"]) if "seconds_training" in record else None,
         "seed": record.get("seed"),
-        "device": f"{record['device']}, {record.get('threads')} threads" if "device" in record else None,
+        "device": f"{record['device']}, {failures.counted(record.get('threads', 1), 'thread')}"
+        if "device" in record
+        else None,
         "revision": record.get("git_revision"),
         "python": record.get("python"),
         "versions": ", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items()) or None,
@@ -196,7 +198,7 @@ def _final(run: History) -> Bars:
 def _failures(run: History) -> Section:
     if run.samples is None:
         return failures.section([], "The run kept no decoded texts.")
-    prompts = f"{len(run.samples.texts)} validation prompt{'' if len(run.samples.texts) == 1 else 's'}"
+    prompts = failures.counted(len(run.samples.texts), "validation prompt")
     about = (
         f"From {prompts}, decoded with the heads of step {run.samples.step:,}. Categories come from the key of that "
         "name in the file of prompts; more prompts (model.decode.limit) say more."
