@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def read_metrics(folder: Path) -> dict[str, Points]:
     found: dict[str, dict[float, float]] = {}
     versions = sorted(folder.glob("csv/version_*/metrics.csv"), key=lambda path: _number(path.parent.name))
     for path in versions:
-        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        with path.open(encoding="utf-8", errors="replace", newline="") as file, suppress(csv.Error):
             for row in csv.DictReader(file):
                 _take(row, found)
     return {key: sorted(values.items()) for key, values in sorted(found.items())}

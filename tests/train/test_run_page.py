@@ -193,7 +193,7 @@ def test_a_file_that_is_being_written(run: Path) -> None:
     path = run / "csv" / "version_0" / "metrics.csv"
     path.write_text(path.read_text()[:-40])
     assert page_of(run).numbers["Metrics"]
-    path.write_text(path.read_text() + "\n1,2,x,,,\n")
+    path.write_text(path.read_text() + "\n1,2,x,,,\n" + "\0" * 9)
     assert page_of(run).numbers["Metrics"]
 
 
