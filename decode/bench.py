@@ -24,6 +24,7 @@ from decode.rivals import LOOKUP_TOKENS, transformers_runner
 from decode.sides import Runner, Side, Spent, paired, spread, take_turns
 from decode.stats import DecodeStats
 from decode.stopping import room
+from decode.stream import Result
 from decode.target import BaseTarget
 from decode.text import Prompt, encode
 from decode.vllm_side import find_python, vllm_runner
@@ -46,11 +47,12 @@ def bench(
     categories: Sequence[str | None] | None = None,
     context: int = CONTEXT,
     vllm: Path | None = None,
+    texts: list[Result] | None = None,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
     one for each prompt, the acceptance length is told for each of them too, and as their mean. Parts of a step are
     measured alone behind `context` places of text, fewer where the base has no room for them. `vllm` is the Python of
-    the environment that has vLLM; None is this one.
+    the environment that has vLLM; None is this one. `texts` takes in what mtp decoded, prompt by prompt.
 
     Keys of the report, besides where and with which settings it was measured:
         results: of each side, mtp first: `name`, `tokens`, `wall_seconds`, `tok_per_s` (tokens over seconds, prefill
@@ -75,10 +77,11 @@ def bench(
     """
     check_context(context)
     check_rivals(against)
+    texts = [] if texts is None else texts
     encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
     with ExitStack() as stack:
-        sides = _sides(decoder, request, [name for name in against if name != "vllm"])
+        sides = _sides(decoder, request, [name for name in against if name != "vllm"], texts)
         versions = None
         if "vllm" in against:  # last, as the others refuse at once what they cannot do
             longest = max(len(ids) + budget for ids, budget in zip(encoded, budgets, strict=True))
@@ -86,6 +89,7 @@ def bench(
             sides.append(Side("vllm", run))
         for side in sides:
             side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
+        texts.clear()  # of the warm-up
         take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
     ours = sides[0].stats
     assert ours is not None
@@ -97,15 +101,15 @@ def bench(
     }
 
 
-def _sides(decoder: Decoder, request: Request, against: Sequence[str]) -> list[Side]:
+def _sides(decoder: Decoder, request: Request, against: Sequence[str], texts: list[Result]) -> list[Side]:
     """Those of this process."""
     runners: dict[str, Callable[[], Runner]] = {
-        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0)),
+        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0), []),
         "transformers": lambda: transformers_runner(decoder.base, request),
         "lookup": lambda: transformers_runner(decoder.base, request, LOOKUP_TOKENS),
     }
     rivals = [Side(name, runners[name]()) for name in dict.fromkeys(against)]
-    return [Side("mtp", _engine_runner(decoder, request)), *rivals]
+    return [Side("mtp", _engine_runner(decoder, request, texts)), *rivals]
 
 
 def check_rivals(against: Sequence[str]) -> None:
@@ -121,12 +125,13 @@ def check_context(context: int) -> None:
         raise UserError(f"--context is {context}; use a number of tokens, at least 1.")
 
 
-def _engine_runner(decoder: Decoder, request: Request) -> Runner:
+def _engine_runner(decoder: Decoder, request: Request, texts: list[Result]) -> Runner:
     def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
         fewest = min(request.min_new_tokens, max_new_tokens)
         stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens, min_new_tokens=fewest))
         for _ in stream:
             pass
+        texts.append(stream.result)
         return len(stream.result.token_ids), stream.stats
 
     return run

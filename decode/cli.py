@@ -17,6 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from decode import export_cli, lab, push_cli
 from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals, describe, settings_report
+from decode.bench_page import check_report, write_report
 from decode.bench_picture import check_plot, draw
 from decode.check import NUM_FINDINGS, check
 from decode.costs import CONTEXT
@@ -29,7 +30,8 @@ from decode.report import as_json, show_bench, show_findings, show_stats, tracke
 from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stream import Result, Stream
-from decode.text import Prompt
+from decode.text import Prompt, plain_text
+from decode.trace import trace
 from decode.vllm_side import find_python
 from mtp.errors import UserError
 
@@ -48,6 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
         options = build_parser().parse_args(args)
+        options[options.command].typed = list(sys.argv[1:] if args is None else args)  # a page says how it was made
         return COMMANDS[options.command](options[options.command]) or 0
     except (UserError, ArgumentError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -93,6 +96,8 @@ def build_parser() -> ArgumentParser:
     told = "tokens of text behind which a forward over 1, 2, … rows is measured"
     benchmark.add_argument("--context", type=int, default=CONTEXT, help=told)
     benchmark.add_argument("--plot", type=Path | None, help="draw the speed-up over K here (.png)")
+    page = "write a page with charts, tables and texts here (.html), and its charts beside it (.png)"
+    benchmark.add_argument("--report", type=Path | None, help=page)
     add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
     certificate = ArgumentParser(
@@ -236,12 +241,16 @@ def run_bench(options: Namespace) -> None:
         raise UserError("prompts are missing; use --prompts FILE.")
     if options.plot is not None:
         check_plot(options.plot, request, against)
+    if options.report is not None:
+        check_report(options.report)
     found = read_categorised(options.prompts, options.limit, options.per_category)
     prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
     decoder = _decoder(options)
+    texts: list[Result] = []
     with tracked(len(prompts), "prompts") as advance:
         report = bench(
-            decoder, prompts, request, options.heads, against, advance, categories, options.context, options.vllm
+            *(decoder, prompts, request, options.heads, against, advance, categories, options.context, options.vllm),
+            texts,
         )
     show_bench(report, to_stderr=options.json)
     if options.json:
@@ -249,6 +258,11 @@ def run_bench(options: Namespace) -> None:
     if options.plot is not None:  # after the numbers, which a full disk is not to take along
         write(draw(report), options.plot, "--plot")
         print(f"picture: {options.plot}", file=sys.stderr)
+    if options.report is not None:
+        to_text = plain_text(decoder.base.tokenizer, special=True)
+        traces = [trace(result, *of, to_text) for result, of in zip(texts, found, strict=True)]
+        for path in write_report(report, traces, options.report, options.typed):
+            print(f"report: {path}", file=sys.stderr)
 
 
 def run_check(options: Namespace) -> int:

@@ -1,9 +1,11 @@
-"""Callbacks of a run: the best heads on disk, a line per validation on the console, and what training took.
+"""Callbacks of a run: the best heads on disk, a line per validation on the console, the page, and what training took.
 
 Knows: what a trained run leaves for people. Refuses to know: how anything is trained or measured.
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from mtp.hub import save_heads
 from train.card import card_of_run
 from train.module import HeadsModule
 from train.run import read_record, write_outcome
+from train.run_page import NAME as REPORT
+from train.run_page import write_page
+from train.samples import Samples, write_samples
 from train.summary import DECODED, MONITOR, best_line, doubt
 
 
@@ -117,6 +122,41 @@ class ConsoleReport(lightning.Callback):
             if isinstance(export, ExportHeads) and export.metrics.get("step") == trainer.global_step:
                 for line in export.verdict()[1:]:
                     self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class RunPage(lightning.Callback):
+    """Keeps what the heads on disk decoded, and writes the run's page at every validation. Comes after `ExportHeads`.
+
+    What goes wrong in here stops no training: `warn` is told once."""
+
+    def __init__(self, folder: Path, export: ExportHeads, warn: Callable[[str], None]) -> None:
+        self.folder, self.export, self.warn = folder, export, warn
+        self._warned = False
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        assert isinstance(pl_module, HeadsModule)
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        with self._forgiven():
+            stats = pl_module.decoded
+            if stats is not None and self.export.metrics.get("step") == trainer.global_step:
+                write_samples(self.folder, Samples(trainer.global_step, stats.to_json(), pl_module.traces))
+            write_page(self.folder, pictures=False)
+
+    def conclude(self) -> None:
+        """The page of the finished run, with pictures."""
+        with self._forgiven():
+            write_page(self.folder)
+
+    @contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a page is never worth a run
+            if not self._warned:
+                said = f"{type(error).__name__}: {error}"
+                self.warn(f"warning: {REPORT} could not be written ({said}); training goes on.")
+            self._warned = True
 
 
 class Tally(lightning.Callback):

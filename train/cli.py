@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning
 import torch
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,7 +25,7 @@ from rich.console import Console
 
 from mtp.embedded import default_home
 from mtp.errors import UserError
-from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, Tally
+from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, RunPage, Tally
 from train.card import renew_card
 from train.data import ChatDataModule
 from train.inspect import coloured, inspect_data, lines
@@ -42,12 +42,14 @@ from train.run import (
     write_outcome,
     write_provenance,
 )
+from train.run_page import write_page
 
 BAD_INPUT, INTERRUPTED = 2, 130
 DESCRIPTION = """Train heads from a YAML file: mtp-train --config configs/demo.yaml.
 Look at its data without training: mtp-train inspect --config configs/demo.yaml.
 Let the base write training data: mtp-train regenerate --help.
-Train several architectures and compare them: mtp-train compare --help."""
+Train several architectures and compare them: mtp-train compare --help.
+Write the page of a run anew from its folder: mtp-train report runs/demo."""
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
@@ -73,10 +75,12 @@ class TrainCLI(LightningCLI):
         self.console = Console(quiet=not first_process())
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
+        self.page = RunPage(self.folder, self.export, self.tell)
         ours = [
             LastCheckpoint(self.folder, options.checkpoint_every),
             self.export,
             ConsoleReport(self.console),
+            self.page,
             self.tally,
         ]
         with self.no_empty_run():
@@ -86,6 +90,10 @@ class TrainCLI(LightningCLI):
                 enable_progress_bar=interactive(),
                 **kwargs,
             )
+
+    def tell(self, text: str) -> None:
+        """A line on the console, whatever is in it."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     @contextlib.contextmanager
     def no_empty_run(self) -> Iterator[None]:
@@ -139,6 +147,8 @@ def main(args: Sequence[str] | None = None) -> int:
             from train.compare_cli import run_compare  # it trains by `fit` below
 
             run_compare(arguments[1:])
+        elif arguments[:1] == ["report"]:
+            run_report(arguments[1:])
         else:
             fit(arguments)
     except (UserError, ArgumentError) as error:
@@ -182,6 +192,7 @@ def fit(arguments: list[str]) -> Path:
     write_outcome(cli.folder, outcome(cli))
     if first_process():
         renew_card(cli.folder)
+        cli.page.conclude()
     conclude(cli)
     return cli.folder
 
@@ -251,12 +262,22 @@ def conclude(cli: TrainCLI) -> None:
     for line in cli.export.verdict():
         cli.console.print(line, highlight=False, soft_wrap=True)
     cli.console.print(
-        f"heads: {heads}\nmetrics: {cli.trainer.loggers[0].log_dir}/metrics.csv\n"
+        f"heads: {heads}\nmetrics: {cli.trainer.loggers[0].log_dir}/metrics.csv\nreport: {cli.folder / 'report.html'}\n"
         f'decode: mtp-decode generate --heads {heads} --prompt "Why is the sky blue?"\n'
         f"bench:  mtp-decode bench --heads {heads} --prompts configs/prompts/demo_heldout.jsonl --limit 8",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def run_report(arguments: list[str]) -> None:
+    """`mtp-train report`: the page of a run, from its folder alone."""
+    about = (
+        "Write a run's report.html and plots/ anew: of a finished, running or killed run, or one of an older version."
+    )
+    parser = ArgumentParser(prog="mtp-train report", exit_on_error=False, description=about)
+    parser.add_argument("folder", type=Path, help="of the run, such as runs/demo")
+    print(f"report: {write_page(parser.parse_args(arguments).folder)}")
 
 
 def run_inspect(arguments: list[str]) -> None:

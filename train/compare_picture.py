@@ -6,6 +6,7 @@ Knows: matplotlib. Refuses to compute: all figures come from the document of `tr
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from decode.charts import spread
 from train.compare_table import lengths
 
 if TYPE_CHECKING:
@@ -62,28 +63,3 @@ def _draw_panel(axes: "Axes", document: dict[str, Any], temperature: float, top:
     axes.set_ylim(bottom, ceiling)
     heights = [tick for tick in axes.get_yticks() if bottom < tick <= ceiling]
     axes.hlines(heights, axes.get_xlim()[0], last, color=_GRID, linewidth=1, zorder=0)  # not through the names
-
-
-def spread(values: list[float], gap: float) -> list[float]:
-    """Places near the values, in their order, at least `gap` apart and together no higher or lower than need be."""
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    groups: list[list[int]] = []
-    for index in order:
-        groups.append([index])
-        while len(groups) > 1 and _start(groups[-1], values, gap) < _end(groups[-2], values, gap) + gap:
-            tail = groups.pop()
-            groups[-1] += tail
-    places = [0.0] * len(values)
-    for group in groups:
-        for rank, index in enumerate(group):
-            places[index] = _start(group, values, gap) + rank * gap
-    return places
-
-
-def _start(group: list[int], values: list[float], gap: float) -> float:
-    """The lowest place of names that are stacked around the mean of their values."""
-    return sum(values[index] for index in group) / len(group) - (len(group) - 1) * gap / 2
-
-
-def _end(group: list[int], values: list[float], gap: float) -> float:
-    return _start(group, values, gap) + (len(group) - 1) * gap
