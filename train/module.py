@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from decode import Decoder
-from decode.prompts import read_prompts
+from decode.prompts import read_categorised
 from decode.stats import DecodeStats
+from decode.text import plain_text
 from decode.together import batch_fault
+from decode.trace import TracedText, trace
 from mtp.base import FrozenBase
 from mtp.config import HeadsConfig, HeadsOptions
 from mtp.errors import UserError
@@ -86,7 +88,9 @@ class HeadsModule(lightning.LightningModule):
         self.register_buffer("running_alpha", torch.zeros(heads.draft_length))
         self.heads: Heads | None = None
         self._base: FrozenBase | None = None
-        self._prompts = read_prompts(Path(decode.prompts), decode.limit) if decode.prompts else []
+        self._prompts = read_categorised(Path(decode.prompts), decode.limit) if decode.prompts else []
+        self.decoded: DecodeStats | None = None  # what the last validation counted in decoding
+        self.traces: list[TracedText] = []  # its texts, with special tokens
         self.store: FeatureStore | None = None  # of the training examples; None runs the base in every step
         self.on_start: Callable[[int, int], None] | None = None
         self.vocab_coverage = 1.0
@@ -240,21 +244,22 @@ class HeadsModule(lightning.LightningModule):
         self.meter.restart_clock()
 
     def decode(self) -> DecodeStats:
-        """Decode the validation prompts with the engine that users decode with."""
+        """Decode the validation prompts with the engine that users decode with; keeps what it counted, and the texts."""
         options, decoder = self.decode_options, Decoder(self.base, self.trained)
-        total: DecodeStats | None = None
-        for result in decoder.generate_many(
-            self._prompts,
+        results = decoder.generate_many(
+            [prompt for prompt, _ in self._prompts],
             batch_size=1 if batch_fault(self.base) else _DECODED_AT_ONCE,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             seed=options.seed,
-        ):
-            if total is None:
-                total = result.stats
-            else:
-                total.merge(result.stats)
+        )
+        total, traces, to_text = None, [], plain_text(self.base.tokenizer, special=True)
+        for result, (prompt, category) in zip(results, self._prompts, strict=True):
+            total = result.stats.empty() if total is None else total
+            total.merge(result.stats)
+            traces.append(trace(result, prompt, category, to_text))
         assert total is not None
+        self.decoded, self.traces = total, traces
         return total
 
     def _reduced(self, sums: DraftSums) -> DraftSums:
