@@ -46,7 +46,8 @@ BAD_INPUT, INTERRUPTED = 2, 130
 DESCRIPTION = """Train heads from a YAML file: mtp-train --config configs/demo.yaml.
 Look at its data without training: mtp-train inspect --config configs/demo.yaml.
 Let the base write training data: mtp-train regenerate --help.
-Train several architectures and compare them: mtp-train compare --help."""
+Train several architectures and compare them: mtp-train compare --help.
+Save the acceptance-length dashboard in W&B: mtp-train dashboard --help."""
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
@@ -138,6 +139,10 @@ def main(args: Sequence[str] | None = None) -> int:
             from train.compare_cli import run_compare  # it trains by `fit` below
 
             run_compare(arguments[1:])
+        elif arguments[:1] == ["dashboard"]:
+            from train.dashboard_cli import run_dashboard
+
+            run_dashboard(arguments[1:])
         else:
             fit(arguments)
     except (UserError, ArgumentError) as error:

@@ -20,6 +20,7 @@ from torch import Tensor
 from decode import Decoder
 from decode.prompts import read_categorised
 from decode.stats import DecodeStats
+from decode.telemetry import decode_metrics
 from decode.text import plain_text
 from decode.together import batch_fault
 from decode.trace import TracedText, trace
@@ -40,7 +41,7 @@ from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
 from train.start import earlier_heads, start_heads
-from train.summary import decode_metrics, summarise
+from train.summary import summarise
 from train.teaching import Lesson, from_base, from_store
 
 _DECODED_AT_ONCE = 16  # validation prompts
