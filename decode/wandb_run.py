@@ -119,13 +119,13 @@ def start_run(
     if mode == "online":
         before = _runs(folder)
         try:
-            return WandbRun(wandb.init(**given, mode="online", settings=_settings()), say)
+            return WandbRun(wandb.init(**given, mode="online", settings=_settings(FINISH_SECONDS)), say)
         except Exception as error:  # of wandb, of the network, of a proxy
             told = _first_line(error).replace(_key(environ) or "\n", "***")
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would report on its own reporting
         for started in _runs(folder) - before:  # nothing is in it
             shutil.rmtree(started, ignore_errors=True)
-    run = WandbRun(wandb.init(**given, mode="offline", settings=_settings()), say)
+    run = WandbRun(wandb.init(**given, mode="offline", settings=_settings(0.0)), say)
     if told:
         say(
             f"warning: wandb cannot be used now ({told}), so this run is recorded offline. Check the network and the "
@@ -139,13 +139,14 @@ def sync_command(folder: Path, online: bool) -> str:
     return f"wandb sync {'--include-online ' if online else ''}{shlex.quote(str(folder))}"
 
 
-def _settings() -> Any:
+def _settings(finish_seconds: float) -> Any:
+    """Writing to disk is waited for without limit (0); wandb would cut it off, too."""
     import wandb
 
     return wandb.Settings(
         silent=True,  # a run says itself where its records are
         init_timeout=INIT_SECONDS,
-        finish_timeout=FINISH_SECONDS,
+        finish_timeout=finish_seconds,
         finish_timeout_raises=True,
     )
 

@@ -19,6 +19,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from decode.stats import DecodeStats
+from decode.trace import TracedText
+from decode.wandb_media import media
 from decode.wandb_run import WandbRun, start_run
 from mtp.errors import UserError
 
@@ -157,8 +160,11 @@ class RunRecords(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Numbers, or tables and histograms, at an optimiser step."""
         self.records.guard(lambda: super(RunRecords, self).log_metrics(metrics, step))
+
+    def log_decoded(self, stats: DecodeStats, texts: Sequence[TracedText], step: int) -> None:
+        """What a validation decoded, as tables, coloured samples and a histogram."""
+        self.records.guard(lambda: self.records.log({**media(stats, texts), "trainer/global_step": step}))
 
 
 def make_loggers(
