@@ -19,6 +19,7 @@ MARKS: dict[Origin, tuple[str, str]] = {
 """A sign and a style for each origin: told apart without colours, too."""
 NO_CATEGORY = "(none)"
 _ROWS = 200  # of a table
+_TEXT = 'dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere"'
 
 
 def media(stats: DecodeStats, texts: Sequence[TracedText]) -> dict[str, Any]:
@@ -27,9 +28,7 @@ def media(stats: DecodeStats, texts: Sequence[TracedText]) -> dict[str, Any]:
 
     found = {
         "decode/committed_per_step": wandb.Histogram(np_histogram=_histogram(stats)),
-        "decode/samples": wandb.Table(
-            columns=["category", "prompt", "τ", "text", "finish"], data=[_sample(text) for text in texts[:_ROWS]]
-        ),
+        "decode/samples": wandb.Html(samples(texts[:_ROWS]), inject=False),  # in a table it would not be in the run
         "decode/failures": wandb.Table(
             columns=["draft", "came instead", "times", "positions", "categories", "behind"],
             data=[
@@ -83,29 +82,32 @@ def _histogram(stats: DecodeStats) -> tuple[list[int], list[float]]:
     return stats.histogram, [n + 0.5 for n in range(len(stats.histogram) + 1)]
 
 
-def _sample(text: TracedText) -> list[Any]:
-    import wandb
-
-    tau = len(text.tokens) / max(1, len(text.steps))
-    return [text.category or NO_CATEGORY, text.prompt, tau, wandb.Html(marked(text), inject=False), text.finish_reason]
-
-
 def _told(counts: Any) -> str:
     return ", ".join(f"{name}" if count == 1 else f"{name} ({count}×)" for name, count in counts.most_common())
 
 
+def samples(texts: Sequence[TracedText]) -> str:
+    """A page of HTML that needs nothing else: a legend, and a row for each text."""
+    legend = " ".join(_span(origin, origin, f"{origin} tokens") for origin in MARKS if origin != "plain")
+    rows = "".join(
+        f"<tr><td>{html.escape(text.category or NO_CATEGORY)}</td><td {_TEXT}>{html.escape(text.prompt)}</td>"
+        f"<td>{len(text.tokens) / max(1, len(text.steps)):.2f}</td><td {_TEXT}>{marked(text)}</td></tr>"
+        for text in texts
+    )
+    return (
+        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        "<style>td,th{text-align:left;vertical-align:top;padding:.4em;border-bottom:1px solid #ccc}</style>"
+        '<body style="font:15px/1.7 system-ui,sans-serif;background:#fff;color:#000">'
+        f"<p>{legend} · τ: tokens per step</p>"
+        f"<table><tr><th>category<th>prompt<th>τ<th>text</tr>{rows}</table></body>"
+    )
+
+
 def marked(text: TracedText) -> str:
-    """A page of HTML with nothing but the text and its legend; what a piece is stands in its tooltip as well."""
-    body = "".join(
+    """The text in spans with the origin's colour and sign; the step, and what was rejected, are in their tooltips."""
+    return "".join(
         _span(piece.origin, html.escape(piece.text), _tip(piece.origin, piece.step, piece.rejected))
         for piece in pieces(text)
-    )
-    legend = " ".join(_span(origin, origin, f"{origin} tokens") for origin in MARKS if origin != "plain")
-    return (
-        '<!doctype html><meta charset="utf-8">'
-        '<body style="font:15px/1.9 system-ui,sans-serif;background:#fff;color:#000">'
-        f"<p>{legend}</p>"
-        f'<p dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">{body}</p></body>'
     )
 
 

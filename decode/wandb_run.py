@@ -10,7 +10,7 @@ import logging
 import netrc
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,9 @@ INIT_SECONDS = 25.0
 """How long to wait for wandb at the start of a run, before the run is recorded offline."""
 FINISH_SECONDS = 60.0
 """How long to wait, at the end, for records that are not sent yet."""
+STAGED = "staged"
+"""Folder beside the records of runs, for files that are not sent yet."""
+_DATA_DIR = "WANDB_DATA_DIR"
 _HOST = "https://api.wandb.ai"
 _REASON = 200  # characters of a message of wandb's that are passed on
 
@@ -90,7 +93,7 @@ class WandbRun:
                 sent = True
             except Exception as error:  # a TimeoutError, or its process is gone
                 self._say(f"warning: wandb did not take all records in time ({_first_line(error)}); nothing is lost")
-        if sent and self.run.url and not self.run.offline:
+        if sent and not self.run.offline:
             self._say(f"wandb: {self.run.url}; should anything be missing there: {self.sync}")
         else:
             self._say(f"wandb: the records are on disk; send them with: {self.sync}")
@@ -101,20 +104,23 @@ def start_run(
     name: str | None,
     folder: Path,
     config: Mapping[str, Any],
-    environ: Mapping[str, str],
+    environ: MutableMapping[str, str],
     say: Callable[[str], None],
     job_type: str,
 ) -> WandbRun | None:
     """Start a run whose records lie in `wandb` below `folder`; None if wandb is disabled.
 
     Where a key is configured but refused, or nobody answers within `INIT_SECONDS`, the run is recorded offline, and one
-    warning says so.
+    warning says so. wandb keeps the files of tables that are not sent yet where WANDB_DATA_DIR tells it; unless somebody
+    has chosen a place, `environ` gets one beside the run's other records, which go or stay with them.
     """
     import wandb
 
     mode, told = wandb_mode(environ), ""
     if mode == "disabled":
         return None
+    if Path(environ.get(_DATA_DIR, STAGED)).name == STAGED:
+        environ[_DATA_DIR] = str((folder / "wandb" / STAGED).absolute())
     given = {"project": project, "name": name, "dir": folder, "config": dict(config), "job_type": job_type}
     if mode == "online":
         before = _runs(folder)

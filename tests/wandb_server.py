@@ -105,6 +105,47 @@ class Answer(BaseHTTPRequestHandler):
     def answer_ServerFeaturesQuery(self, variables: dict[str, Any]) -> dict[str, Any]:
         return {"serverInfo": {"features": []}}
 
+    def answer_Viewer(self, variables: dict[str, Any]) -> dict[str, Any]:
+        teams = {"edges": [{"node": {"name": "tester"}}]}
+        return {"viewer": {"id": "V", "entity": "tester", "username": "tester", "flags": "{}", "teams": teams}}
+
+    answer_GetDefaultEntity = answer_Viewer
+
+    def answer_View(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables["name"] not in self.server.projects:
+            return {"project": None}
+        found = [view for view in self.server.views.values() if view["name"] == variables["viewName"]]
+        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
+
+    def answer_ProjectViews(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables["project"] not in self.server.projects:
+            return {"project": None}
+        found = [view for view in self.server.views.values() if view["type"] == "runs"]
+        page = {"endCursor": None, "hasNextPage": False}
+        edges = [{"node": view, "cursor": "c"} for view in found]
+        return {"project": {"allViews": {"edges": edges, "pageInfo": page}}}
+
+    def answer_ProjectInternalId(self, variables: dict[str, Any]) -> dict[str, Any]:
+        known = variables["projectName"] in self.server.projects
+        return {"project": {"id": "P", "internalId": "1"} if known else None}
+
+    def answer_GetProjects(self, variables: dict[str, Any]) -> dict[str, Any]:
+        nodes = [{"id": "P", "name": name, "entityName": "tester"} for name in self.server.projects]
+        edges = [{"node": node, "cursor": "c"} for node in nodes]
+        return {"models": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}
+
+    def answer_upsertView(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """As W&B does it, the id tells which view is meant; without one there is a new one."""
+        number = variables.get("id") or f"view{len(self.server.views)}"
+        project = {"id": "P", "name": variables["projectName"], "entityName": variables["entityName"]}
+        view = {**variables, "id": number, "project": project, "createdAt": "2026-12-01T00:00:00Z"}
+        view |= {"updatedAt": "2026-12-01T00:00:00Z", "user": {"name": "tester", "username": "tester"}}
+        inserted = number not in self.server.views
+        self.server.views[number] = view
+        return {"upsertView": {"view": view, "inserted": inserted}}
+
+    answer_UpsertView2 = answer_upsertView
+
 
 @contextmanager
 def serving(mode: str = "ok", **settings: Any) -> Iterator[Server]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["lines", "shares", "bars", "table"]
+Kind = Literal["lines", "shares", "bars", "table", "page"]
 STEP = "trainer/global_step"
 
 
@@ -18,7 +18,7 @@ class Panel:
     """One chart. A metric ending in `/*` is drawn for every draft position, part or number that a run has.
 
     `lines` are drawn over `x`; `shares` likewise, stacked to a whole; `bars` compare the last values of runs; a `table`
-    is the last that each run has logged under the one name.
+    is the last that each run has logged under the one name, and so is a `page` of HTML.
     """
 
     title: str
@@ -45,7 +45,7 @@ def _tables() -> tuple[Panel, ...]:
         Panel("Rejected drafts and what came in their place", ("decode/failures",), "table"),
         Panel("Contexts with the lowest acceptance", ("decode/contexts",), "table"),
         Panel("By category of prompt", ("decode/categories",), "table"),
-        Panel("Decoded samples: accepted, recovered and bonus tokens", ("decode/samples",), "table"),
+        Panel("Decoded samples: accepted, recovered and bonus tokens", ("decode/samples",), "page"),
     )
 
 
@@ -136,7 +136,7 @@ def unknown(panels: Iterable[Panel], logged: Iterable[str]) -> list[str]:
     return [
         f"{panel.title}: {metric}"
         for panel in panels
-        for metric in (*panel.metrics, *(() if panel.kind in ("bars", "table") else (panel.x,)))
+        for metric in (*panel.metrics, *(() if panel.kind in ("bars", "table", "page") else (panel.x,)))
         if not any(re.match(pattern(metric), key) for key in keys)
     ]
 

@@ -54,7 +54,7 @@ def save_workspace(entity: str, project: str) -> str:
     made = build_workspace(entity, project)
     with answered(entity, project):
         try:
-            found = ws.Workspace.from_url(f"{_site()}/{entity}/{project}?nw={VIEW}")
+            found = ws.Workspace.from_url(f"https://wandb.ai/{entity}/{project}?nw={VIEW}")  # any host: the key's is asked
         except ValueError as error:
             if not str(error).startswith("Workspace"):
                 raise
@@ -88,9 +88,9 @@ def save_report(entity: str, project: str) -> str:
 
     made = build_report(entity, project)
     with answered(entity, project):
-        found = list(wandb.Api().reports(f"{entity}/{project}", name=REPORT))
+        found = [one for one in wandb.Api().reports(f"{entity}/{project}") if one.display_name == REPORT]
         if found:
-            made.id = found[0].id
+            made.id = max(found, key=lambda one: str(one.updated_at)).id
         made.save()
         return str(made.url)
 
@@ -124,15 +124,11 @@ def answered(entity: str, project: str) -> Iterator[None]:
         ) from error
 
 
-def _site() -> str:
-    import wandb
-
-    return str(wandb.Api().settings["app_url"] if "app_url" in wandb.Api().settings else "https://wandb.ai").rstrip("/")
-
-
 def _panel(wr: ModuleType, panel: Panel, place: str) -> Any:
     if panel.kind == "table":
         made = wr.WeavePanelSummaryTable(table_name=panel.metrics[0])
+    elif panel.kind == "page":
+        made = wr.MediaBrowser(title=panel.title, media_keys=list(panel.metrics), num_columns=1)
     elif panel.kind == "bars":
         made = wr.BarPlot(title=panel.title, metrics=list(panel.metrics))
     else:

@@ -6,7 +6,7 @@ import pytest
 
 from decode.stats import DecodeStats
 from decode.trace import TracedText, TracedToken
-from decode.wandb_media import MARKS, marked, media
+from decode.wandb_media import MARKS, media, samples
 
 
 def traced(category: str | None = "math") -> TracedText:
@@ -16,10 +16,10 @@ def traced(category: str | None = "math") -> TracedText:
 
 
 def test_a_sample_tells_origins_apart_by_colour_and_by_mark() -> None:
-    page = marked(traced())
+    page = samples([traced(), traced(None)])
     spans = re.findall(r'<span class="(\w+)" title="([^"]*)" style="([^"]*)">([^<]*)</span>', page)
     assert [span[0] for span in spans[:3]] == ["accepted", "recovered", "bonus"], "the legend"
-    shown = spans[3:]
+    shown = spans[3:7]
     assert [(span[0], span[3]) for span in shown] == [
         ("accepted", "a&lt;b"),
         ("recovered", "▾ c"),
@@ -34,6 +34,10 @@ def test_a_sample_tells_origins_apart_by_colour_and_by_mark() -> None:
             assert looks[one] != looks[other], "without colours"
             assert colours[one] != colours[other]
     assert "http" not in page, "it loads nothing"
+    assert page.count("<tr>") == 3
+    assert "<td>math</td>" in page
+    assert "say &lt;it&gt;" in page
+    assert "<td>2.00</td>" in page
 
 
 def test_tables_and_histogram_hold_what_was_counted() -> None:
@@ -50,4 +54,6 @@ def test_tables_and_histogram_hold_what_was_counted() -> None:
     assert categories["math"][1:] == [2.0, pytest.approx(2 / 3), 1, 2, 4, 3, 2]
     assert "(none)" in categories
     assert [row[0] for row in found["decode/contexts"].data] == ["a<b"]
-    assert len(found["decode/samples"].data) == 2
+    assert set(found) == {"decode/committed_per_step", "decode/samples", "decode/failures", "decode/contexts"} | {
+        "decode/categories"
+    }
