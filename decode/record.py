@@ -98,7 +98,7 @@ class Record:
 def write_stats(report: Mapping[str, Any], path: Path) -> None:
     """The whole file or none. Of texts it has the statistics and not the words."""
     document = {name: value for name, value in report.items() if name != "results"}
-    document["results"] = [one["stats"] if "stats" in one else one for one in report["results"]]
+    document["results"] = [one.get("stats", one) for one in report["results"]]
     try:
         put((json.dumps(json.loads(as_json(document)), indent=2, ensure_ascii=False) + "\n").encode(), path)
     except OSError as error:

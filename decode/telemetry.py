@@ -1,6 +1,7 @@
 """The names under which decoding is logged, in training and in `mtp-decode --wandb` and `--stats` alike.
 
-Knows: counts of `DecodeStats`, the report of `bench`, and what vLLM calls the same counts. Refuses to know: who listens.
+Knows: counts of `DecodeStats`, the report of `bench`, and what vLLM calls the same counts.
+Refuses to know: who listens.
 
 Keys by draft position end in 1…K, but for those with vLLM's name, which end in 0…K-1 as vLLM's label `position` does.
 """

@@ -26,7 +26,7 @@ def media(stats: DecodeStats, texts: Sequence[TracedText]) -> dict[str, Any]:
     """wandb's objects under their keys. Of the tables each has at most 200 rows, the worst first."""
     import wandb
 
-    found = {
+    return {
         "decode/committed_per_step": wandb.Histogram(np_histogram=_histogram(stats)),
         "decode/samples": wandb.Html(samples(texts[:_ROWS]), inject=False),  # in a table it would not be in the run
         "decode/failures": wandb.Table(
@@ -74,7 +74,6 @@ def media(stats: DecodeStats, texts: Sequence[TracedText]) -> dict[str, Any]:
             ],
         ),
     }
-    return found
 
 
 def _histogram(stats: DecodeStats) -> tuple[list[int], list[float]]:

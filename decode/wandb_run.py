@@ -1,7 +1,7 @@
 """A Weights & Biases run that never costs anybody their work: online where that works, on disk in any case.
 
-Knows: when to use wandb online, how long to wait for it, and how records are sent later. Refuses to know: what is logged
-(`decode.telemetry`, `decode.wandb_media`).
+Knows: when to use wandb online, how long to wait for it, and how records are sent later.
+Refuses to know: what is logged (`decode.telemetry`, `decode.wandb_media`).
 
 wandb is imported where it is used: it takes a second, and most commands do without. A key is never shown or kept.
 """
@@ -111,15 +111,15 @@ def start_run(
     """Start a run whose records lie in `wandb` below `folder`; None if wandb is disabled.
 
     Where a key is configured but refused, or nobody answers within `INIT_SECONDS`, the run is recorded offline, and one
-    warning says so. wandb keeps the files of tables that are not sent yet where WANDB_DATA_DIR tells it; unless somebody
-    has chosen a place, `environ` gets one beside the run's other records, which go or stay with them.
+    warning says so. wandb keeps the files of tables that are not sent yet where WANDB_DATA_DIR tells it. Unless
+    somebody has chosen a place, `environ` gets one beside the other records, so that all of a run is in one folder.
     """
     import wandb
 
     mode, told = wandb_mode(environ), ""
     if mode == "disabled":
         return None
-    if Path(environ.get(_DATA_DIR, STAGED)).name == STAGED:
+    if Path(environ.get(_DATA_DIR) or STAGED).name == STAGED:
         environ[_DATA_DIR] = str((folder / "wandb" / STAGED).absolute())
     given = {"project": project, "name": name, "dir": folder, "config": dict(config), "job_type": job_type}
     if mode == "online":

@@ -11,7 +11,9 @@ from train.cli import main
 from train.compare import read_plans
 
 SWEEP = "sweep"  # not a configuration itself: tests/train/test_sweep.py
-CONFIGS = sorted(path for path in Path("configs").glob("*.yaml") if path.stem != SWEEP) + sorted(Path("configs/compare").glob("*.yaml"))
+CONFIGS = sorted(path for path in Path("configs").glob("*.yaml") if path.stem != SWEEP) + sorted(
+    Path("configs/compare").glob("*.yaml")
+)
 
 
 def test_there_are_configs() -> None:

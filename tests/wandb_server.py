@@ -5,7 +5,6 @@ What it is asked is kept, so that a test sees what a client would have sent to t
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,9 +129,11 @@ class Answer(BaseHTTPRequestHandler):
         return {"project": {"id": "P", "internalId": "1"} if known else None}
 
     def answer_GetProjects(self, variables: dict[str, Any]) -> dict[str, Any]:
-        nodes = [{"id": "P", "name": name, "entityName": "tester"} for name in self.server.projects]
-        edges = [{"node": node, "cursor": "c"} for node in nodes]
-        return {"models": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}
+        node = {"__typename": "Project", "id": "P", "entityName": "tester", "isBenchmark": False, "user": None}
+        node["createdAt"] = "2026-12-01T00:00:00Z"
+        edges = [{"node": {**node, "name": name}} for name in self.server.projects]
+        page = {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}
+        return {"models": {"edges": edges, "pageInfo": page}}
 
     def answer_upsertView(self, variables: dict[str, Any]) -> dict[str, Any]:
         """As W&B does it, the id tells which view is meant; without one there is a new one."""

@@ -55,7 +55,10 @@ SECTIONS = (
         (
             Panel("Acceptance length τ: implied and decoded", ("val/accept_len_implied", "decode/accept_len")),
             Panel("Decoded, by run", ("decode/accept_len",), "bars"),
-            Panel("Implied, of greedy drafts and in training", ("val/accept_len_implied_greedy", "train/accept_len_implied")),
+            Panel(
+                "Implied, of greedy drafts and in training",
+                ("val/accept_len_implied_greedy", "train/accept_len_implied"),
+            ),
             Panel("Tokens committed per step: share of steps", ("decode/committed/*",), "shares"),
             Panel("Tokens committed per step: histogram", ("decode/committed_per_step",)),
         ),

@@ -3,8 +3,8 @@
 Knows: `wandb_workspaces`, which is asked for when it is used; how a saved view is found again; what W&B answers when it
 refuses. Refuses to know: which panels there are (`train.dashboard`), command lines and the environment.
 
-A view is told by its name within a project. Ours is always `VIEW`, and a panel's id follows from its place and title, so
-whoever saves the dashboard a second time changes the view that is there, and does not add another.
+A view is told by its name within a project. Ours is always `VIEW`, and a panel's id follows from its place and title.
+So whoever saves the dashboard a second time changes the view that is there, and does not add another.
 """
 
 import hashlib
@@ -54,7 +54,9 @@ def save_workspace(entity: str, project: str) -> str:
     made = build_workspace(entity, project)
     with answered(entity, project):
         try:
-            found = ws.Workspace.from_url(f"https://wandb.ai/{entity}/{project}?nw={VIEW}")  # any host: the key's is asked
+            found = ws.Workspace.from_url(
+                f"https://wandb.ai/{entity}/{project}?nw={VIEW}"
+            )  # any host: the key's is asked
         except ValueError as error:
             if not str(error).startswith("Workspace"):
                 raise
@@ -65,15 +67,20 @@ def save_workspace(entity: str, project: str) -> str:
         return str(made.url)
 
 
-def build_report(entity: str, project: str) -> Any:
-    """A report that sets runs side by side by each of `COMPARED`, not yet saved; needs no network."""
+def build_report(entity: str, project: str, resolved: bool = False) -> Any:
+    """A report that sets runs side by side by each of `COMPARED`, not yet saved. `resolved` asks W&B for the project, by
+    a number that it gives; without it the runs are those of the report's own project, and no network is needed."""
     _, wr = _packages()
     blocks = [
-        wr.P("Acceptance length τ is tokens committed per step; plain decoding is 1. Runs are grouped by what differs."),
+        wr.P(
+            "Acceptance length τ is tokens committed per step; plain decoding is 1. Runs are grouped by what differs."
+        ),
         wr.TableOfContents(),
     ]
     for title, key in COMPARED.items():
-        runs = wr.Runset(entity=entity, project=project, name=f"by {title.lower()}", groupby=[f"config.{key}"])
+        runs = wr.Runset(name=f"by {title.lower()}", groupby=[f"config.{key}"])
+        if resolved:
+            runs.entity, runs.project = entity, project
         runs._id = _identity(f"report/{title}")
         cells = [_panel(wr, panel, f"report/{title}/{panel.title}") for panel in COMPARISON]
         for number, cell in enumerate(cells):
@@ -86,7 +93,7 @@ def save_report(entity: str, project: str) -> str:
     """Create the report, or bring the newest of its title up to date; returns its address."""
     import wandb
 
-    made = build_report(entity, project)
+    made = build_report(entity, project, resolved=True)
     with answered(entity, project):
         found = [one for one in wandb.Api().reports(f"{entity}/{project}") if one.display_name == REPORT]
         if found:
@@ -113,7 +120,7 @@ def answered(entity: str, project: str) -> Iterator[None]:
         yield
     except Exception as error:  # of many packages: wandb, its transport, the network
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "not found" in told.lower() and "project" in told.lower():
+        if "project" in told.lower() and ("not found" in told or "does not exist" in told):
             raise UserError(
                 f"--project is {project}, and {entity} has no project of that name that this key may see; a run with "
                 f"--run.wandb_project {project} creates it, --entity names another owner."

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import wandb
 
+import wandb
 from decode import wandb_run
 from decode.wandb_run import WandbRun, start_run, wandb_mode
 from tests.train.wandb_records import history
@@ -165,4 +165,3 @@ def test_the_run_goes_on_when_wandb_itself_breaks(tmp_path: Path, monkeypatch: p
     run.finish()
     run.run.finish()
     assert [row["loss"] for row in rows(run)] == [1.0]
-

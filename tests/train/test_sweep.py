@@ -1,6 +1,5 @@
 """`configs/sweep.yaml`: what `wandb agent` makes of it is a command line that `mtp-train` understands."""
 
-from itertools import product
 import json
 from pathlib import Path
 from typing import Any

@@ -44,3 +44,11 @@ def history(path: Path) -> list[dict[str, Any]]:
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return rows
+
+
+def logged(path: Path) -> set[str]:
+    """Names under which anything was logged; a table, a page or a histogram counts under its own name."""
+    rows = history(path)
+    media = {key.rsplit("/", 1)[0] for row in rows for key in row if key.endswith("/_type")}
+    inside = tuple(f"{name}/" for name in media)
+    return media | {key for row in rows for key in row if not key.startswith(inside)}
