@@ -62,10 +62,27 @@ class WandbRun:
         self.sync = sync_command(self.folder, online=not run.offline)
         self._say = say
         self._lost = False
+        self._asks = True  # the server, once for each table
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log a row. Never raises because of wandb."""
-        self.guard(lambda: self.run.log(dict(values)))
+        self.guard(lambda: self._log(dict(values)))
+
+    def _log(self, row: dict[str, Any]) -> None:
+        """Of a run that is online wandb asks the server before it takes a table, waits for the answer, and then drops
+        the row. So a table that was not taken, and all that follow, become files of the run, which asks nobody."""
+        if self._asks:
+            try:
+                self.run.log(row)
+                return
+            except Exception:
+                if not any(map(_is_table, row.values())):
+                    raise
+            self._asks = False
+        for name, value in row.items():
+            if _is_table(value) and not value.is_bound():
+                value.bind_to_run(self.run, name, self.run.step)
+        self.run.log(row)
 
     def define_axis(self, names: str, axis: str) -> None:
         """Draw the metrics of that name (`*` for any) over the metric `axis`."""
@@ -143,6 +160,12 @@ def start_run(
 def sync_command(folder: Path, online: bool) -> str:
     """How to send the records in `folder`; wandb skips those of an online run unless it is told."""
     return f"wandb sync {'--include-online ' if online else ''}{shlex.quote(str(folder))}"
+
+
+def _is_table(value: object) -> bool:
+    import wandb
+
+    return isinstance(value, wandb.Table)
 
 
 def _settings(finish_seconds: float) -> Any:
