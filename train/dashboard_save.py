@@ -68,8 +68,8 @@ def save_workspace(entity: str, project: str) -> str:
 
 
 def build_report(entity: str, project: str, resolved: bool = False) -> Any:
-    """A report that sets runs side by side by each of `COMPARED`, not yet saved. `resolved` asks W&B for the project, by
-    a number that it gives; without it the runs are those of the report's own project, and no network is needed."""
+    """A report that sets runs side by side by each of `COMPARED`, not yet saved. `resolved` asks W&B which project it
+    is; without it the runs are those of the report's own project, and no network is needed."""
     _, wr = _packages()
     blocks = [
         wr.P(

@@ -1,4 +1,4 @@
-"""What training records in wandb is all on disk, in the run's own folder, and training goes on whatever becomes of wandb."""
+"""What training records in wandb is all on disk, in the run's own folder; and it goes on whatever becomes of wandb."""
 
 import hashlib
 import json
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from wandb.proto import wandb_internal_pb2
 
+import wandb
 from decode import wandb_run
 from mtp.hub import load_heads
 from tests.train.runs import job, read_metrics, train
