@@ -3,23 +3,21 @@
 Knows: `decode.trace` and wandb's media types. Refuses to know: which run they are logged to.
 """
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
+from decode.marked import STYLE, legend, marked, safe
 from decode.stats import DecodeStats
-from decode.trace import Origin, TracedText, by_category, pieces, rejected_pairs, worst_contexts
+from decode.trace import TracedText, by_category, rejected_pairs, worst_contexts
 
-MARKS: dict[Origin, tuple[str, str]] = {
-    "accepted": ("", "background:#cfe8ff;color:#000"),
-    "recovered": ("▾", "background:#ffd9a8;color:#000;border-bottom:2px dashed #8a4b00"),
-    "bonus": ("▴", "background:#d5d5d5;color:#000;border-bottom:2px solid #444"),
-    "plain": ("", ""),
-}
-"""A sign and a style for each origin: told apart without colours, too."""
 NO_CATEGORY = "(none)"
 _ROWS = 200  # of a table
-_TEXT = 'dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere"'
+_TABLE = """
+body { font: 15px/1.5 system-ui, sans-serif; background: #fff; color: #111; }
+td, th { text-align: left; vertical-align: top; padding: .4em; border-bottom: 1px solid #ccc; }
+td p { margin: 0; }
+@media (prefers-color-scheme: dark) { @media screen { body { background: #16181c; color: #eee; } } }
+"""
 
 
 def media(stats: DecodeStats, texts: Sequence[TracedText]) -> dict[str, Any]:
@@ -86,35 +84,14 @@ def _told(counts: Any) -> str:
 
 
 def samples(texts: Sequence[TracedText]) -> str:
-    """A page of HTML that needs nothing else: a legend, and a row for each text."""
-    legend = " ".join(_span(origin, origin, f"{origin} tokens") for origin in MARKS if origin != "plain")
+    """A page of HTML that needs nothing else: a legend, and a row for each text, in which origins are marked."""
     rows = "".join(
-        f"<tr><td>{html.escape(text.category or NO_CATEGORY)}</td><td {_TEXT}>{html.escape(text.prompt)}</td>"
-        f"<td>{len(text.tokens) / max(1, len(text.steps)):.2f}</td><td {_TEXT}>{marked(text)}</td></tr>"
+        f"<tr><td>{safe(text.category or NO_CATEGORY)}</td><td class='marked' dir='auto'>{safe(text.prompt)}</td>"
+        f"<td>{len(text.tokens) / max(1, len(text.steps)):.2f}</td><td>{marked(text)}</td></tr>\n"
         for text in texts
     )
     return (
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        "<style>td,th{text-align:left;vertical-align:top;padding:.4em;border-bottom:1px solid #ccc}</style>"
-        '<body style="font:15px/1.7 system-ui,sans-serif;background:#fff;color:#000">'
-        f"<p>{legend} · τ: tokens per step</p>"
-        f"<table><tr><th>category<th>prompt<th>τ<th>text</tr>{rows}</table></body>"
+        f"<style>{STYLE}{_TABLE}</style>\n<body>{legend(texts)}\n"
+        f"<table><tr><th>category</th><th>prompt</th><th>τ</th><th>text</th></tr>\n{rows}</table></body>\n"
     )
-
-
-def marked(text: TracedText) -> str:
-    """The text in spans with the origin's colour and sign; the step, and what was rejected, are in their tooltips."""
-    return "".join(
-        _span(piece.origin, html.escape(piece.text), _tip(piece.origin, piece.step, piece.rejected))
-        for piece in pieces(text)
-    )
-
-
-def _span(origin: Origin, text: str, tip: str) -> str:
-    sign, style = MARKS[origin]
-    return f'<span class="{origin}" title="{html.escape(tip)}" style="{style}">{sign}{text}</span>'
-
-
-def _tip(origin: Origin, step: int, rejected: Sequence[str]) -> str:
-    instead = f" in place of {' and '.join(map(repr, rejected))}" if rejected else ""
-    return f"step {step}: {origin}{instead}"
