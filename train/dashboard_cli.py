@@ -39,7 +39,10 @@ def run_dashboard(arguments: Sequence[str]) -> None:
         document = _document(options.report, options.entity, options.project) | {"spec": _spec(made)}
     else:
         if wandb_mode(os.environ) != "online":
-            raise UserError("no key of W&B is configured; `wandb login` sets one, and --dry-run needs none.")
+            raise UserError(
+                "no key of W&B is configured, or WANDB_MODE forbids its use; `wandb login` sets one, and --dry-run "
+                "needs none."
+            )
         entity = options.entity or dashboard_save.default_entity()
         save = dashboard_save.save_report if options.report else dashboard_save.save_workspace
         url = save(entity, options.project)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 import wandb
 from decode import wandb_run
 from mtp.hub import load_heads
 from tests.train.runs import job, read_metrics, train
-from tests.train.wandb_records import history, raw_records
+from tests.train.wandb_records import history
+from tests.train.wandb_records import records as read
 from tests.wandb_server import KEY, Server, serving
 from train.cli import main
 from train.module import HeadsModule
@@ -70,9 +70,7 @@ def test_tables_pages_and_histograms_are_there_with_their_files(run: Path, recor
 def test_what_is_to_be_sent_lies_in_the_folder_of_the_run(run: Path, records: Path) -> None:
     """wandb sends a table from a copy elsewhere, by default in the home of the user."""
     found = []
-    for data in raw_records(records.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in read(records):
         if record.WhichOneof("record_type") == "artifact":
             found += [Path(entry.local_path) for entry in record.artifact.manifest.contents]
     assert len(found) == len(TABLES) * 2
