@@ -138,7 +138,13 @@ def start_run(
         return None
     if Path(environ.get(_DATA_DIR) or STAGED).name == STAGED:
         environ[_DATA_DIR] = str((folder / "wandb" / STAGED).absolute())
-    given = {"project": project, "name": name, "dir": folder, "config": dict(config), "job_type": job_type}
+    given: dict[str, Any] = {
+        "project": project,
+        "name": name,
+        "dir": folder,
+        "config": dict(config),
+        "job_type": job_type,
+    }
     if mode == "online":
         before = _runs(folder)
         try:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,18 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         yield server
     wandb.teardown()
+
+
+def test_an_offline_run_is_sent_later_with_all_its_media(run: Path, records: Path, server: Server) -> None:
+    """By wandb's own command, to a stand-in for its server."""
+    command = [sys.executable, "-m", "wandb", "sync", str(records.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    media = {path.relative_to(records.parent / "files") for path in records.parent.glob("files/media/**/*.*")}
+    sent = {path.removeprefix("/upload/") for path, _ in server.asked if path.startswith("/upload/media/")}
+    assert sent == {str(path) for path in media}
+    assert {name.split("/")[1] for name in sent} == {"html", "table"}
+    assert len(server.history) == len(history(records))
 
 
 def test_training_goes_on_when_the_key_expires(
