@@ -250,7 +250,7 @@ class HeadsModule(lightning.LightningModule):
         self.meter.restart_clock()
 
     def decode(self) -> DecodeStats:
-        """Decode the validation prompts with the engine that users decode with; keeps what it counted, and the texts."""
+        """Decode the validation prompts with the engine that users decode with; keeps counts and texts."""
         options, decoder = self.decode_options, Decoder(self.base, self.trained)
         results = decoder.generate_many(
             [prompt for prompt, _ in self._prompts],

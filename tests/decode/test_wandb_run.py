@@ -124,14 +124,16 @@ def test_an_outage_in_the_middle_loses_nothing(server: Server, tmp_path: Path, e
     assert "did not take all records" in said[0]
     without_key(tmp_path)
     server.mode, server.history = "ok", []
-    sync(said[-1].split("with: ")[1])
+    sync(said[-1].split("with: ")[1], tmp_path)
     assert [row["loss"] for row in server.history] == logged
 
 
-def sync(command: str) -> None:
+def sync(command: str, folder: Path) -> None:
     """What the message says to do, by wandb's own command."""
     program, *arguments = shlex.split(command)
-    done = subprocess.run([sys.executable, "-m", program, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", program, *arguments], capture_output=True, text=True, timeout=120, cwd=folder
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -97,7 +97,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
 def test_an_offline_run_is_sent_later_with_all_its_media(run: Path, records: Path, server: Server) -> None:
     """By wandb's own command, to a stand-in for its server."""
     command = [sys.executable, "-m", "wandb", "sync", str(records.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=run)
     assert done.returncode == 0, done.stderr
     media = {path.relative_to(records.parent / "files") for path in records.parent.glob("files/media/**/*.*")}
     sent = {path.removeprefix("/upload/") for path, _ in server.asked if path.startswith("/upload/media/")}
