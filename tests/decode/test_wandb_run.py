@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 import wandb
+
 from decode import wandb_run
 from decode.wandb_run import WandbRun, start_run, wandb_mode
 from tests.train.wandb_records import history

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 
-import wandb
 from decode.cli import main as decode
 from tests.train.runs import read_metrics, train
 from tests.train.wandb_records import logged

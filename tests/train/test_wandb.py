@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import wandb
+
 from decode import wandb_run
 from mtp.hub import load_heads
 from tests.train.runs import job, read_metrics, train
