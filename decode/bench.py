@@ -26,6 +26,7 @@ from decode.stats import DecodeStats
 from decode.stopping import room
 from decode.stream import Result
 from decode.target import BaseTarget
+from decode.telemetry import vllm_counters
 from decode.text import Prompt, encode
 from decode.vllm_side import find_python, vllm_runner
 from mtp.base import FrozenBase
@@ -70,6 +71,7 @@ def bench(
             (`speed_up`), and as `measured` with K, both without prefill; null without drafts, with a tree, with
             lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not
             measured.
+        spec_decode_num_…: counts of mtp under vLLM's names (`decode.telemetry`).
         lookup_tokens: the most drafts of a step of the side `lookup`; null where it was not measured.
         vllm: versions of vLLM, torch and transformers in its environment; null where it was not measured.
 
@@ -168,6 +170,7 @@ def _report(base: FrozenBase, request: Request, sides: list[Side], heads_name: s
         "num_prompts": len(ours.turns),
         "lookup_tokens": LOOKUP_TOKENS if "lookup" in {side.name for side in rivals} else None,
         "results": [side.to_json() for side in sides],
+        **vllm_counters(ours.stats),
         "ratios": {side.name: ours.tok_per_s / side.tok_per_s if side.tok_per_s else 0.0 for side in rivals},
         "paired_ratios": {side.name: spread(paired(ours, side)) for side in rivals},
     }

@@ -26,10 +26,12 @@ from decode.evidence import CheckSettings
 from decode.options import add_request_options, read_request
 from decode.png import write
 from decode.prompts import read_categorised, read_prompts
+from decode.record import Record, add_record_options
 from decode.report import as_json, show_bench, show_findings, show_stats, tracked
 from decode.request import Request
 from decode.stats import DecodeStats
 from decode.stream import Result, Stream
+from decode.telemetry import vllm_counters
 from decode.text import Prompt, plain_text
 from decode.trace import trace
 from decode.vllm_side import find_python
@@ -82,6 +84,7 @@ def build_parser() -> ArgumentParser:
     _add_prompts(generate)
     generate.add_argument("--prompt", type=str, help="one prompt (text)")
     generate.add_argument("--batch-size", type=int, default=1, help="prompts of the file that are decoded at a time")
+    add_record_options(generate)
     add_request_options(generate)
     commands.add_subcommand("generate", generate, help="generate text")
     benchmark = ArgumentParser(
@@ -98,6 +101,7 @@ def build_parser() -> ArgumentParser:
     benchmark.add_argument("--plot", type=Path | None, help="draw the speed-up over K here (.png)")
     page = "write a page with charts, tables and texts here (.html), and its charts beside it (.png)"
     benchmark.add_argument("--report", type=Path | None, help=page)
+    add_record_options(benchmark)
     add_request_options(benchmark)
     commands.add_subcommand("bench", benchmark, help="compare speed")
     certificate = ArgumentParser(
@@ -149,15 +153,20 @@ def generate(options: Namespace) -> None:
     """`mtp-decode generate`."""
     request = read_request(options)
     prompts = _prompts(options)
-    decoder = _decoder(options)
-    found = _results(decoder, prompts, request, options.batch_size, silent=options.json)
-    results = list(_numbered(found, len(prompts)))
-    total = results[0].stats.empty()
-    for result in results:
-        total.merge(result.stats)
-    show_stats(total)
-    if options.json:
-        _print_json(_generate_report(decoder, options, request, prompts, results, total))
+    with Record(options, "generate") as record:
+        decoder = _decoder(options)
+        record.start({**describe(decoder.base, options.heads), **settings_report(request)})
+        found = _numbered(_results(decoder, prompts, request, options.batch_size, silent=options.json), len(prompts))
+        tokenizer = decoder.base.tokenizer
+        results = [record.text(result, prompt, tokenizer) for result, prompt in zip(found, prompts, strict=True)]
+        total = results[0].stats.empty()
+        for result in results:
+            total.merge(result.stats)
+        show_stats(total)
+        report = _generate_report(decoder, options, request, prompts, results, total)
+        if options.json:
+            _print_json(report)
+        record.end(report)
 
 
 def _numbered(results: Iterator[Result], total: int) -> Iterator[Result]:
@@ -209,6 +218,7 @@ def _generate_report(
         "seed": request.seed,
         "num_prompts": len(prompts),
         **total.to_json(),
+        **vllm_counters(total),
         "tok_per_s": total.committed / max(total.total_seconds, 1e-9),
         "results": [
             {
@@ -245,16 +255,19 @@ def run_bench(options: Namespace) -> None:
         check_report(options.report)
     found = read_categorised(options.prompts, options.limit, options.per_category)
     prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
-    decoder = _decoder(options)
     texts: list[Result] = []
-    with tracked(len(prompts), "prompts") as advance:
-        report = bench(
-            *(decoder, prompts, request, options.heads, against, advance, categories, options.context, options.vllm),
-            texts,
-        )
-    show_bench(report, to_stderr=options.json)
-    if options.json:
-        _print_json(report)
+    with Record(options, "bench") as record:
+        decoder = _decoder(options)
+        record.start({**describe(decoder.base, options.heads), **settings_report(request)})
+        with tracked(len(prompts), "prompts") as advance:
+            report = bench(
+                *(decoder, prompts, request, options.heads, against, advance, categories, options.context),
+                *(options.vllm, texts),
+            )
+        show_bench(report, to_stderr=options.json)
+        if options.json:
+            _print_json(report)
+        record.end(report)
     if options.plot is not None:  # after the numbers, which a full disk is not to take along
         write(draw(report), options.plot, "--plot")
         print(f"picture: {options.plot}", file=sys.stderr)

@@ -49,7 +49,8 @@ DESCRIPTION = """Train heads from a YAML file: mtp-train --config configs/demo.y
 Look at its data without training: mtp-train inspect --config configs/demo.yaml.
 Let the base write training data: mtp-train regenerate --help.
 Train several architectures and compare them: mtp-train compare --help.
-Write the page of a run anew from its folder: mtp-train report runs/demo."""
+Write the page of a run anew from its folder: mtp-train report runs/demo.
+Save the acceptance-length dashboard in W&B: mtp-train dashboard --help."""
 TRAINER_DEFAULTS = {
     "max_epochs": 1,
     "num_sanity_val_steps": 0,
@@ -149,6 +150,10 @@ def main(args: Sequence[str] | None = None) -> int:
             run_compare(arguments[1:])
         elif arguments[:1] == ["report"]:
             run_report(arguments[1:])
+        elif arguments[:1] == ["dashboard"]:
+            from train.dashboard_cli import run_dashboard
+
+            run_dashboard(arguments[1:])
         else:
             fit(arguments)
     except (UserError, ArgumentError) as error:

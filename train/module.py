@@ -1,7 +1,8 @@
 """The Lightning module: one training step of heads on a frozen base, validation, and the real acceptance length.
 
 Knows: how base, heads, losses and decoding engine meet in a step, and which numbers come out under which key.
-Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.cli`, `train.run`).
+Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.cli`, `train.run`), but
+that one of them shows decoded texts.
 
 Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by decoding); `…/1` to `…/K` by draft position.
 Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
@@ -20,6 +21,7 @@ from torch import Tensor
 from decode import Decoder
 from decode.prompts import read_categorised
 from decode.stats import DecodeStats
+from decode.telemetry import decode_metrics
 from decode.text import plain_text
 from decode.together import batch_fault
 from decode.trace import TracedText, trace
@@ -39,8 +41,9 @@ from train.loader import Batch
 from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
+from train.run import RunRecords
 from train.start import earlier_heads, start_heads
-from train.summary import decode_metrics, summarise
+from train.summary import summarise
 from train.teaching import Lesson, from_base, from_store
 
 _DECODED_AT_ONCE = 16  # validation prompts
@@ -238,6 +241,9 @@ class HeadsModule(lightning.LightningModule):
         if self._prompts:
             metrics |= decode_metrics(self.decode())
         self._report(metrics)
+        for logger in self.loggers:
+            if self.decoded is not None and isinstance(logger, RunRecords):
+                logger.log_decoded(self.decoded, self.traces, self.trainer.global_step)
         for key in ("val/accept_len_implied", "val/loss", "decode/accept_len"):
             if key in metrics:
                 self.log(key, metrics[key], logger=False)

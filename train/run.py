@@ -9,17 +9,20 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from decode.stats import DecodeStats
+from decode.trace import TracedText
+from decode.wandb_media import media
+from decode.wandb_run import WandbRun, start_run
 from mtp.card import check_license
 from mtp.errors import UserError
 
@@ -148,38 +151,39 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def make_loggers(options: RunOptions, folder: Path, config: dict[str, Any]) -> list[Logger]:
-    """A CSV log always; wandb online when a key is configured, and an offline run otherwise."""
+def tell(text: str) -> None:
+    """A line to whoever runs the program; standard output is for results."""
+    print(text, file=sys.stderr)
+
+
+class RunRecords(WandbLogger):
+    """Lightning's logger over a run that survives whatever becomes of wandb."""
+
+    def __init__(self, records: WandbRun) -> None:
+        super().__init__(experiment=records.run)
+        self.records = records
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self.records.guard(lambda: super(RunRecords, self).log_metrics(metrics, step))
+
+    def log_decoded(self, stats: DecodeStats, texts: Sequence[TracedText], step: int) -> None:
+        """What a validation decoded, as tables, coloured samples and a histogram."""
+        self.records.guard(lambda: self.records.log({**media(stats, texts), "trainer/global_step": step}))
+
+
+def make_loggers(
+    options: RunOptions, folder: Path, config: dict[str, Any], say: Callable[[str], None] = tell
+) -> list[Logger]:
+    """A CSV log always; wandb online when a key is configured and it answers, and an offline run otherwise."""
     loggers: list[Logger] = [CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)]
     if options.wandb_project and first_process():
-        run = wandb.init(
-            project=options.wandb_project,
-            name=folder.name,
-            dir=folder,
-            mode="online" if wandb_online(os.environ) else "offline",
-            config=config,
-            settings=wandb.Settings(silent=True),  # a run says itself where its records are
-        )
-        loggers.append(WandbLogger(experiment=run))
-        for group in ("train", "val", "decode"):  # after the logger, which sets an axis of its own
-            run.define_metric(f"{group}/*", step_metric="trainer/global_step")
+        records = start_run(options.wandb_project, folder.name, folder, config, os.environ, say, "train")
+        if records is not None:
+            loggers.append(RunRecords(records))
+            for group in ("train", "val", "decode"):  # after the logger, which sets an axis of its own
+                records.define_axis(f"{group}/*", "trainer/global_step")
     return loggers
-
-
-def wandb_online(environ: Mapping[str, str]) -> bool:
-    """Whether wandb may be used online without asking anybody: a key is configured and the mode does not forbid it."""
-    if environ.get("WANDB_MODE", "online") != "online":
-        return False
-    if environ.get("WANDB_API_KEY"):
-        return True
-    import netrc  # only here: most machines have no such file
-
-    host = environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-    path = Path(environ.get("NETRC", Path.home() / ".netrc"))
-    try:
-        return netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def wandb_folder(folder: Path) -> Path | None:
@@ -191,8 +195,8 @@ def wandb_folder(folder: Path) -> Path | None:
 def finish_wandb(loggers: Sequence[Logger]) -> None:
     """Write out and close the wandb run, so that the next run of this process gets its own."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
+        if isinstance(logger, RunRecords):
+            logger.records.finish()
 
 
 def interactive() -> bool:

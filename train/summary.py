@@ -7,7 +7,6 @@ import operator
 from collections.abc import Mapping
 from itertools import accumulate
 
-from decode.stats import DecodeStats
 from mtp.metrics import implied_accept_len
 from mtp.objective import DraftSums
 
@@ -29,17 +28,6 @@ def summarise(sums: DraftSums, prefix: str) -> dict[str, float]:
     for name in ("loss", "alpha", "greedy", "top_mass"):
         values = (getattr(sums, name) / count).tolist()
         metrics |= {f"{prefix}/{name}/{k}": value for k, value in enumerate(values, 1)}
-    return metrics
-
-
-def decode_metrics(stats: DecodeStats) -> dict[str, float]:
-    """Metrics of really decoding."""
-    metrics = {
-        "decode/accept_len": stats.accept_len,
-        "decode/tok_per_s": stats.committed / max(1e-9, stats.total_seconds),
-    }
-    for name, values in (("accepted", stats.accepted_per_position), ("alpha", stats.alpha)):
-        metrics |= {f"decode/{name}/{k}": value for k, value in enumerate(values, 1)}
     return metrics
 
 
