@@ -113,7 +113,7 @@ def show(exhibit: Exhibit, to_stderr: bool) -> None:
         table.add_row(str(depth.drafts), f"{depth.token:.4f}", f"{depth.block:.4f}", depth.gain)
     console.print(table)
     for line in derivation(exhibit):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
 
 
 def derivation(exhibit: Exhibit) -> list[str]:

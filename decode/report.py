@@ -85,7 +85,7 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     screen = Screen(stderr=to_stderr)
     screen.print(table)
     for line in _bench_notes(report):
-        screen.print(line, soft_wrap=True)
+        screen.print(line, soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
 
 
 def _spread(values: dict[str, float], form: str, unit: str = "") -> str:

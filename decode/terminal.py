@@ -4,11 +4,14 @@ Knows: --quiet and --verbose, whether stderr is a terminal, and Ctrl-C. Refuses 
 """
 
 import io
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -70,6 +73,7 @@ class Terminal:
         """A line, unless --quiet."""
         if self.quiet:
             return
+        text = _wrapped(text)
         if self._bar is not None and not self._bar.disable:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -132,6 +136,15 @@ class Terminal:
             yield lambda: bool(asked)
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def _wrapped(text: str) -> str:
+    """Between words, on a terminal; a path that has no room stays whole, so that it can be copied."""
+    if not sys.stderr.isatty() or "\x1b" in text:
+        return text
+    columns = shutil.get_terminal_size().columns
+    wrap = partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= columns else wrap(line) for line in text.split("\n"))
 
 
 def exact_output() -> None:

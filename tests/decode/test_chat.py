@@ -1,4 +1,4 @@
-"""`mtp-decode chat`: turns, commands, what ends an answer and the conversation; by a pipe, as tests have no keyboard."""
+"""`mtp-decode chat`: turns, commands, and what ends an answer and the conversation; by a pipe, without a keyboard."""
 
 import io
 import signal
