@@ -54,10 +54,13 @@ def run(options: Namespace) -> int:
     decoder = load_decoder(options, terminal)
     to_text = colours(decoder, coloured and not options.json, terminal)
     told = _Told(decoder, request, to_text, silent=options.json)
+    progress = terminal if options.json else Terminal(quiet=True)  # a text that is being written shows enough
     interrupted = False
     try:
-        for result in _numbered(told.results(prompts, options.batch_size), len(prompts)):
-            terminal.detail(f"{result.prompt_tokens} tokens of prompt, {len(result.token_ids)} of text")
+        with progress.tracked(len(prompts), "prompts") as advance:
+            for result in _numbered(told.results(prompts, options.batch_size), len(prompts)):
+                terminal.detail(f"{result.prompt_tokens} tokens of prompt, {len(result.token_ids)} of text")
+                advance()
     except KeyboardInterrupt:
         interrupted = True
     total = told.total()

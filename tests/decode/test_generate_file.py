@@ -52,7 +52,7 @@ def generate(folder: Path, tmp_path: Path) -> Callable[..., int]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines by their prompt, without seconds, which are never the same, and alpha, which a batch rounds otherwise."""
+    """The lines by their prompt, without seconds, which always differ, and alpha, which a batch rounds otherwise."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for record in found:
         for name in ("seconds", "alpha"):
