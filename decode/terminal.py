@@ -25,14 +25,12 @@ from rich.progress import (
     Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
 from decode.report import Screen
 
-_BAR = 10  # columns, so that all of a line has room in 60
-_PERIOD = 3600.0  # seconds whose units tell the rate; rich's own 30 would forget one that takes longer
+_BAR = 6  # columns, so that all of a line has room in 60
 
 
 class Advance:
@@ -47,13 +45,22 @@ class Advance:
 
 
 class _Rate(ProgressColumn):
-    """Units per second, or seconds of a unit."""
+    """Units per second or seconds of a unit, and the time left at this rate: means since the beginning, as units of
+    minutes are too few for anything else."""
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        if not speed:
+        if not task.completed or not task.elapsed or task.total is None:
             return Text("")
-        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
+        each = task.elapsed / task.completed
+        rate = f"{1 / each:.1f}/s" if each < 1 else f"{each:.1f} s each"
+        return Text(f"{rate}, {clock(each * (task.total - task.completed))} left")
+
+
+def clock(seconds: float) -> str:
+    """As in 1:05 or 2:00:09."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Terminal:
@@ -87,11 +94,14 @@ class Terminal:
     @contextmanager
     def tracked(self, total: int, unit: str) -> Iterator[Advance]:
         """A progress bar with rate and time left while stderr is a terminal; yields what to call after each unit."""
-        columns = (
-            TextColumn("{task.description}"), BarColumn(_BAR), MofNCompleteColumn(), _Rate(),
-            TimeRemainingColumn(compact=True), TextColumn("{task.fields[note]}"),
-        )  # fmt: skip
-        with self._shown(*columns) as bar:
+        note = TextColumn("{task.fields[note]}")
+        with self._shown(
+            TextColumn("{task.description}"),
+            BarColumn(_BAR if shutil.get_terminal_size().columns < 80 else 4 * _BAR),
+            MofNCompleteColumn(),
+            _Rate(),
+            note,
+        ) as bar:
             yield Advance(bar, total, unit)
 
     @contextmanager
@@ -104,9 +114,7 @@ class Terminal:
     @contextmanager
     def _shown(self, *columns: ProgressColumn) -> Iterator[Progress]:
         hidden = self.quiet or not sys.stderr.isatty()
-        with Progress(
-            *columns, console=Screen(stderr=True), disable=hidden, transient=True, speed_estimate_period=_PERIOD
-        ) as bar:
+        with Progress(*columns, console=Screen(stderr=True), disable=hidden, transient=True) as bar:
             self._bar = bar
             try:
                 yield bar

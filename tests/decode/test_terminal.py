@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from decode import cli, parser
 from decode.completion import script
 from decode.sides import Side
-from decode.terminal import Terminal
+from decode.terminal import Terminal, clock
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
 from mtp.hub import save_heads
@@ -46,17 +46,24 @@ class Narrow(io.StringIO):
         return True
 
 
+Begin = Callable[[], tuple[Narrow, Narrow]]
+
+
 @pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> tuple[Narrow, Narrow]:
-    """stdout and stderr as terminals of 60 columns."""
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("LINES", "40")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    out, err = Narrow(), Narrow()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    return out, err
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """From its call on stdout and stderr are terminals of 60 columns (pytest sets its own behind the fixtures)."""
+
+    def begin() -> tuple[Narrow, Narrow]:
+        monkeypatch.setenv("COLUMNS", "60")
+        monkeypatch.setenv("LINES", "40")
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        out, err = Narrow(), Narrow()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        return out, err
+
+    return begin
 
 
 def too_wide(text: str, columns: int = 60) -> list[str]:
@@ -77,8 +84,8 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", list(parser.COMMANDS))
-def test_help_begins_with_examples_that_parse(name: str, narrow: tuple[Narrow, Narrow]) -> None:
-    out, _ = narrow
+def test_help_begins_with_examples_that_parse(name: str, narrow: Begin) -> None:
+    out, _ = narrow()
     assert cli.main([name, "--help"]) == 0
     shown = out.getvalue()
     assert shown.index("examples:") < shown.index("options:")
@@ -180,8 +187,8 @@ def test_a_script_of_another_program() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "lab", "check"])
-def test_60_columns_hold_everything(folder: Path, narrow: tuple[Narrow, Narrow], command: str) -> None:
-    out, err = narrow
+def test_60_columns_hold_everything(folder: Path, narrow: Begin, command: str) -> None:
+    out, err = narrow()
     heads = ["--heads", str(folder / "heads"), "--compile", "off"]
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--max-new-tokens", "4"]
     args = {
@@ -196,8 +203,8 @@ def test_60_columns_hold_everything(folder: Path, narrow: tuple[Narrow, Narrow],
     assert out.getvalue()
 
 
-def test_a_bar_with_rate_and_time_left(narrow: tuple[Narrow, Narrow]) -> None:
-    _, err = narrow
+def test_a_bar_with_rate_and_time_left(narrow: Begin) -> None:
+    _, err = narrow()
     terminal = Terminal()
     with terminal.tracked(3, "prompts") as advance:
         for _ in range(2):
@@ -205,9 +212,13 @@ def test_a_bar_with_rate_and_time_left(narrow: tuple[Narrow, Narrow]) -> None:
         terminal.say("a line beside it")
     shown = CODE.sub("", err.getvalue())
     assert "2/3" in shown
-    assert "/s" in shown
+    assert re.search(r"2/3 \d+\.\d(/s| s each), 0:0\d left 12345 tok/s", shown)
     assert "a line beside it\n" in shown
     assert not too_wide(err.getvalue())
+
+
+def test_a_clock() -> None:
+    assert [clock(seconds) for seconds in (0.4, 65, 3599.6, 7209)] == ["0:00", "1:05", "1:00:00", "2:00:09"]
 
 
 @pytest.mark.parametrize("terminal", [Terminal(), Terminal(quiet=True)])
