@@ -94,14 +94,9 @@ class Terminal:
     @contextmanager
     def tracked(self, total: int, unit: str) -> Iterator[Advance]:
         """A progress bar with rate and time left while stderr is a terminal; yields what to call after each unit."""
-        note = TextColumn("{task.fields[note]}")
-        with self._shown(
-            TextColumn("{task.description}"),
-            BarColumn(_BAR if shutil.get_terminal_size().columns < 80 else 4 * _BAR),
-            MofNCompleteColumn(),
-            _Rate(),
-            note,
-        ) as bar:
+        bar_column = BarColumn(_BAR if shutil.get_terminal_size().columns < 80 else 4 * _BAR)
+        columns = (TextColumn("{task.description}"), bar_column, MofNCompleteColumn(), _Rate())
+        with self._shown(*columns, TextColumn("{task.fields[note]}")) as bar:
             yield Advance(bar, total, unit)
 
     @contextmanager
