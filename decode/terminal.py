@@ -30,6 +30,7 @@ from rich.text import Text
 
 from decode.report import Screen
 
+_REFRESH = 4  # a second: whoever draws takes time from what may be measured
 _BAR = 6  # columns, so that all of a line has room in 60
 
 
@@ -109,7 +110,9 @@ class Terminal:
     @contextmanager
     def _shown(self, *columns: ProgressColumn) -> Iterator[Progress]:
         hidden = self.quiet or not sys.stderr.isatty()
-        with Progress(*columns, console=Screen(stderr=True), disable=hidden, transient=True) as bar:
+        with Progress(
+            *columns, console=Screen(stderr=True), disable=hidden, transient=True, refresh_per_second=_REFRESH
+        ) as bar:
             self._bar = bar
             try:
                 yield bar

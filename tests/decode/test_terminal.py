@@ -15,9 +15,11 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from decode import cli, parser
+from decode import check_cli, cli, lab, parser
 from decode.completion import script
+from decode.evidence import Finding
 from decode.sides import Side
+from decode.stream import Stream
 from decode.terminal import Terminal, clock
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
@@ -187,7 +189,12 @@ def test_a_script_of_another_program() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "lab", "check"])
-def test_60_columns_hold_everything(folder: Path, narrow: Begin, command: str) -> None:
+def test_60_columns_hold_everything(folder: Path, narrow: Begin, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = (
+        "chi-square, block, K = 3",
+        "p-value 0.1234, 300 texts of 4 tokens, 12 cells; resampling from p fails at 1e-12",
+    )
+    monkeypatch.setattr(check_cli, "findings", lambda *_: iter([Finding(real[0], True, real[1])] * 8))
     out, err = narrow()
     heads = ["--heads", str(folder / "heads"), "--compile", "off"]
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--max-new-tokens", "4"]
@@ -361,9 +368,6 @@ def test_ctrl_c_ends_bench_behind_the_prompt(
 def test_ctrl_c_keeps_the_findings_of_check(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from decode import check_cli
-    from decode.evidence import Finding
-
     def findings(*_: object) -> Iterator[Finding]:
         yield Finding("first", True, "as it should be")
         raise KeyboardInterrupt
@@ -379,8 +383,6 @@ def test_ctrl_c_keeps_the_findings_of_check(
 def test_ctrl_c_keeps_the_texts_of_generate(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from decode.stream import Stream
-
     args = ["generate", "--heads", str(folder / "heads"), "--prompts", str(folder / "prompts.jsonl"), "--limit", "1"]
     args += ["--max-new-tokens", "6", "--logit-bias", "2=-inf", "--draft-length", "0"]
     assert cli.main(args) == 0
@@ -407,8 +409,6 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
 def test_ctrl_c_ends_the_lab_behind_an_anchor(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from decode import lab
-
     interrupt_at(monkeypatch, lab, "Anchor", 2)
     args = ["--heads", str(folder / "heads"), "--prompt", "the", "--max-new-tokens", "8", "--json", "--seed", "1"]
     assert cli.main(["lab", *args]) == 130
