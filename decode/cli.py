@@ -21,7 +21,8 @@ _SPELT = {
 
 def entry() -> None:
     """The console script."""
-    signal.signal(signal.SIGINT, _leave)  # while modules are loaded there is nothing to keep, and much to break
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for a job in the background of a script
+        signal.signal(signal.SIGINT, _leave)  # while modules are loaded there is nothing to keep, and much to break
     codecs.register_error("spelt", _spelt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows what is like it

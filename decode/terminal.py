@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ class Terminal:
     def stoppable(self, what: str) -> Iterator[Callable[[], bool]]:
         """Yields whether to stop: after a first Ctrl-C, which is told to wait for `what`. A second one interrupts.
 
-        Only where the main thread asks; elsewhere nothing is changed, and the answer is always no.
+        Only in the main thread, and not where signals are ignored; there the answer is always no.
         """
         asked: list[bool] = []
 
@@ -133,11 +134,11 @@ class Terminal:
             asked.append(True)
             self.say(f"stopping after {what}; Ctrl-C again leaves at once")
 
-        try:
-            before: Any = signal.signal(signal.SIGINT, ask)
-        except ValueError:  # not the main thread
+        before: Any = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
             yield lambda: False
             return
+        signal.signal(signal.SIGINT, ask)
         try:
             yield lambda: bool(asked)
         finally:
