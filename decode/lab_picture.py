@@ -72,6 +72,8 @@ class Exhibit:
     anchors: list[Anchor] = field(default_factory=list)
     shown: int = 0
     """The anchor that p and q belong to."""
+    interrupted: bool = False
+    """Whether there were to be more anchors."""
 
     def top(self) -> list[int]:
         """The tokens to show, in order."""
@@ -111,7 +113,7 @@ def show(exhibit: Exhibit, to_stderr: bool) -> None:
         table.add_row(str(depth.drafts), f"{depth.token:.4f}", f"{depth.block:.4f}", depth.gain)
     console.print(table)
     for line in derivation(exhibit):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
 
 
 def derivation(exhibit: Exhibit) -> list[str]:

@@ -17,8 +17,6 @@ from mtp.hub import find_heads, load_heads
 from mtp.hub_access import HubAccess
 from mtp.share import CARD, FILES, check_repo, prepare, publish, scratch
 
-ABOUT = "Send heads to the Hub with a card, in one commit. The token is that of `hf auth login`, or HF_TOKEN."
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of `mtp-decode push`."""

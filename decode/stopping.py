@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtp.errors import UserError
+from mtp.errors import UserError, ask_user
 
 FinishReason = Literal["eos", "stop", "callback", "length", "context"]
 ToText = Callable[[Sequence[int]], str]
@@ -94,7 +94,8 @@ class Stopping:
             return "eos"
         if token in self._stop_ids or (self._stop and self._completes_stop(length)):
             return "stop"
-        if self._stop_when is not None and self._stop_when(self._tokens[:length]):
+        asked = self._stop_when
+        if asked is not None and ask_user("function stop_when", asked, self._tokens[:length]):
             return "callback"
         return self._limit.reason if length >= self._limit.tokens else None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from mtp.errors import UserError
+from mtp.errors import UserError, ask_user
 from mtp.sampling import Processor, SamplingConfig
 
 STATELESS: tuple[type, ...] = (
@@ -153,7 +153,7 @@ def _is_stateless(processor: Processor) -> bool:
 
 def _apply_own(processor: Processor, text: Tensor, scores: Tensor) -> Tensor:
     # Users may write into what they are given.
-    result = processor(text.clone(), scores.clone())
+    result = ask_user("logits processor", processor, text.clone(), scores.clone())
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         name = getattr(
@@ -196,7 +196,8 @@ class _PrefixConstraint:
         return scores.masked_fill(impossible[:, None], -math.inf)
 
     def _allowed(self, text: Tensor) -> list[int]:
-        tokens = list(self._function(0, text.clone()))  # users may write into what they are given
+        # Users may write into what they are given.
+        tokens = list(ask_user("function prefix_allowed_tokens_fn", self._function, 0, text.clone()))
         ends = (min(tokens), max(tokens)) if tokens else ()
         wrong = [token for token in ends if not 0 <= token < self._vocab_size]
         if wrong:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -355,6 +356,45 @@ def test_bad_prompts_fail_alone(decoder: Decoder) -> None:
     assert [type(found[i]) for i in range(4)] == [Result, UserError, UserError, Result]
     assert "outside this base" in str(found[1])
     assert "reads at most" in str(found[2])
+
+
+class Faulty:
+    """A processor of the user's that fails on a token; stateless, as a batch needs it."""
+
+    stateless = True
+
+    def __call__(self, text: Tensor, logits: Tensor) -> Tensor:
+        raise KeyError("nothing like it")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"processors": (Faulty(),)}, "the logits processor Faulty raised KeyError: 'nothing like it'"),
+        (
+            {"stop_when": lambda ids: 1 / 0},
+            "the function stop_when <lambda> raised ZeroDivisionError: division by zero",
+        ),
+        (
+            {"prefix_allowed_tokens_fn": lambda row, ids: {}[row]},
+            "prefix_allowed_tokens_fn <lambda> raised KeyError: 0",
+        ),
+    ],
+    ids=["processors", "stop_when", "prefix_allowed_tokens_fn"],
+)
+def test_a_function_of_the_users_that_fails_ends_its_own_text(
+    decoder: Decoder, options: dict[str, Any], told: str
+) -> None:
+    prompts = ["the user", "an ant", "the"]
+    requests = [Request(max_new_tokens=6), Request(max_new_tokens=6, **options), Request(max_new_tokens=6)]
+    found = dict(decoder.as_done(prompts, requests, batch_size=3))
+    assert told in str(found[1])
+    assert isinstance(found[1], UserError)
+    assert found[1].__cause__ is not None
+    for place in (0, 2):
+        result = found[place]
+        assert isinstance(result, Result)
+        assert result.token_ids == decoder.generate(prompts[place], max_new_tokens=6).token_ids
 
 
 def stateful(text: Tensor, logits: Tensor) -> Tensor:
