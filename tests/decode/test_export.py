@@ -49,7 +49,7 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--format", "eagle3", "--output", out), "--heads is missing"),
         (("--heads", heads, "--output", out), "--format is missing"),
         (("--heads", heads, "--format", "eagle3"), "--output is missing"),
-        (("--heads", heads, "--format", "eagle", "--output", out), "--format is 'eagle'; allowed are"),
+        (("--heads", heads, "--format", "eagle", "--output", out), "--format is 'eagle'; use one of"),
         (("--heads", heads, "--format", "eagle3", "--output", out, "--dtype", "int4"), "--dtype is 'int4'"),
         (("--heads", folder / "medusa", "--format", "eagle3", "--output", out), "vllm-medusa, medusa"),
         (("--heads", tmp_path / "none", "--format", "eagle3", "--output", out), "is not a folder"),
