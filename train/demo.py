@@ -19,7 +19,7 @@ from decode.prompts import read_prompts
 from decode.report import show_bench
 from decode.request import Request
 from mtp.errors import UserError
-from train.cli import fit
+from train.fit import fit
 from train.regenerate_cli import run_regenerate
 from train.run import wandb_folder
 

@@ -1,7 +1,7 @@
 """The Lightning module: one training step of heads on a frozen base, validation, and the real acceptance length.
 
 Knows: how base, heads, losses and decoding engine meet in a step, and which numbers come out under which key.
-Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.cli`, `train.run`).
+Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.fit`, `train.run`).
 
 Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by decoding); `…/1` to `…/K` by draft position.
 Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from mtp.errors import UserError
 from tests.train.runs import job, train
-from train import cli, compare, compare_measure, compare_picture, compare_table
+from train import compare, compare_measure, compare_picture, compare_table
 from train.cli import main
+from train.module import HeadsModule
 
 KINDS = ("medusa", "recurrent")
 
@@ -114,7 +115,7 @@ def test_an_interrupted_training_goes_on(
     weights = (out / "recurrent" / "heads" / "model.safetensors").read_bytes()
     shutil.rmtree(out)
     with monkeypatch.context() as patch:
-        steps, real = [], cli.HeadsModule.on_train_batch_start
+        steps, real = [], HeadsModule.on_train_batch_start
 
         def third_step(self: Any, batch: Any, batch_idx: int) -> None:
             steps.append(batch_idx)
@@ -122,7 +123,7 @@ def test_an_interrupted_training_goes_on(
                 raise KeyboardInterrupt
             real(self, batch, batch_idx)
 
-        patch.setattr(cli.HeadsModule, "on_train_batch_start", third_step)
+        patch.setattr(HeadsModule, "on_train_batch_start", third_step)
         assert main(command(tmp_path)) == 130
     assert (out / "recurrent" / "checkpoints" / "last.ckpt").is_file()
     assert "tokens_trained" not in json.loads((out / "recurrent" / "run.json").read_text())
