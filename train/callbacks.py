@@ -4,6 +4,7 @@ Knows: what a trained run leaves for people. Refuses to know: how anything is tr
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from mtp.hub import save_heads
+from train.interrupt import Patience
 from train.module import HeadsModule
 from train.run import read_record, write_outcome
 from train.summary import DECODED, MONITOR, best_line, doubt
@@ -35,6 +37,58 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         trainer.save_checkpoint(self.path)  # the steps since the last interval count too
+
+
+class StopBetweenSteps(lightning.Callback):
+    """The first Ctrl-C in training lets the step end and saves it; the second, and one in validation, stops at once.
+
+    Several processes stop at once as well: they would not all be in the same step. `path`: of the checkpoint.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path, self._step, self._saved = path, 0, False
+        self.patience = Patience(lambda: say("Ctrl-C: this step is finished and saved first; again: stop at once"))
+
+    def _hold(self, trainer: lightning.Trainer) -> None:
+        if trainer.world_size == 1:
+            self.patience.hold()
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._step = trainer.global_step
+        self._hold(trainer)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > self._step and self.patience.asked:
+            trainer.save_checkpoint(self.path)
+            self._saved = True
+        self._step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_if_saved()
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop_if_saved()
+        self.patience.release()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._hold(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.patience.release()
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self.patience.release()
+
+    def _stop_if_saved(self) -> None:
+        if self._saved:
+            raise KeyboardInterrupt
 
 
 class ExportHeads(lightning.Callback):

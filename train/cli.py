@@ -32,7 +32,7 @@ COMMANDS = {
     "regenerate": Command("train.regenerate_cli", "run_regenerate", "the base answers prompts: training data", True),
     "compare": Command("train.compare_cli", "run_compare", "train several configs and compare them", True),
 }
-FIT = Command("train.fit", "fit", "train")
+FIT = Command("train.fit", "run_fit", "train")
 
 
 def entry() -> None:
@@ -75,9 +75,9 @@ def run(arguments: list[str]) -> int:
 
 def farewell(stop: KeyboardInterrupt, arguments: Sequence[str]) -> str:
     """What to say after Ctrl-C: how to go on."""
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    if command is not None and command.resumes:  # also if a training that it began knows how to go on by itself
+        return f"interrupted; what is done is kept. Go on with\n{command_line(arguments)}"
     if isinstance(stop, Interrupted):
         return f"interrupted; {stop}"
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    if command is not None and command.resumes:
-        return f"interrupted; what is done is kept. Go on with\n{command_line(arguments)}"
     return f"interrupted; nothing was trained. Start again with\n{command_line(arguments)}"

@@ -6,10 +6,11 @@ the parts.
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ from rich.console import Console
 
 from mtp.embedded import default_home
 from mtp.errors import UserError
-from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, Tally
+from train.briefing import acceptance_table, briefing, disk_in_words, next_commands, steps_in_words
+from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, StopBetweenSteps, Tally
 from train.data import ChatDataModule
+from train.disk import check_disk, estimate_disk
 from train.given import check_given, explain
+from train.help import show_help
+from train.interrupt import command_line, resuming, told
 from train.module import HeadsModule
 from train.prepare import prepare
+from train.progress import TrainingProgress
 from train.run import (
     RunOptions,
     finish_wandb,
@@ -39,6 +45,8 @@ from train.run import (
     write_provenance,
 )
 from train.schema import TRAINER_DEFAULTS, schema
+
+ALIASES = {"--quiet": ("--run.verbosity", "quiet"), "--verbose": ("--run.verbosity", "verbose")}
 
 
 class TrainCLI(LightningCLI):
@@ -54,22 +62,45 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
         options: RunOptions = self.config_init["run"]
-        self.console = Console(quiet=not first_process())
+        if options.verbosity == "verbose":
+            quiet_lightning(logging.INFO)
+        self.console = Console(quiet=not first_process() or options.verbosity == "quiet")
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
+        self.progress = TrainingProgress(self.console, interactive() and options.verbosity != "quiet")
+        self.progress.brief = self.brief
+        last = LastCheckpoint(self.folder, options.checkpoint_every)
         ours = [
-            LastCheckpoint(self.folder, options.checkpoint_every),
+            last,
+            StopBetweenSteps(last.path, self.progress.say),
             self.export,
             ConsoleReport(self.console),
             self.tally,
+            self.progress,
         ]
         with self.no_empty_run():
             return super().instantiate_trainer(
                 logger=False,  # attached when base and data are known to be good
                 callbacks=[*(self.config_init["trainer"]["callbacks"] or []), *ours],
-                enable_progress_bar=interactive(),
+                enable_progress_bar=False,  # the run has one of its own
                 **kwargs,
             )
+
+    def brief(self, trainer: lightning.Trainer, model: HeadsModule) -> list[str]:
+        """The summary before the first step; UserError where the disk has no room for the run."""
+        data, heads = self.datamodule, model.trained
+        steps, rows = float(trainer.estimated_stepping_batches), data.batch_size * trainer.accumulate_grad_batches
+        told = steps_in_words(steps, trainer.global_step, rows * trainer.world_size, epoch_of(trainer))
+        disk = estimate_disk(
+            sum(p.numel() for p in heads.parameters()),
+            sum(b.numel() * b.element_size() for b in heads.buffers()),
+            2 if model.optimizer_options.kind == "adamw" else 1,
+            int(min(steps, 1e6)) // max(1, trainer.log_every_n_steps) + 2,
+            heads.config.draft_length,
+            0 if model.store is None else model.store.size(),
+        )
+        place = disk_in_words(disk, check_disk(disk, self.folder))
+        return briefing(heads, model.base, data.train_report, told, model.memory_told, place)
 
     @contextlib.contextmanager
     def no_empty_run(self) -> Iterator[None]:
@@ -80,6 +111,11 @@ class TrainCLI(LightningCLI):
             if self.config["ckpt_path"] is None and first_process():
                 shutil.rmtree(self.folder)
             raise
+
+
+def epoch_of(trainer: lightning.Trainer) -> float:
+    """Optimiser steps in an epoch."""
+    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
 
 def plain(config: Any) -> Any:
@@ -93,18 +129,36 @@ def plain(config: Any) -> Any:
     return config if isinstance(config, bool | int | float | str) or config is None else str(config)
 
 
+def run_fit(arguments: list[str]) -> None:
+    """`mtp-train --config …`."""
+    if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
+        show_help("--help-all" in arguments)
+        return
+    fit(arguments)
+
+
 def fit(arguments: list[str]) -> Path:
     """Train from a config; returns the run's folder."""
     quiet_lightning()
+    arguments = [word for given in arguments for word in ALIASES.get(given, (given,))]
     cli = parse(arguments)
     checkpoint = cli.config["ckpt_path"]
     cli.model.resuming = checkpoint is not None
-    with cli.no_empty_run():
-        prepare(cli.trainer, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
-    if checkpoint is None:  # a resumed run keeps the record of its start
-        write_config(cli)
-        write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
-    cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
+    with told(lambda: how_to_go_on(cli, arguments)):
+        with cli.no_empty_run():
+            prepare(cli.trainer, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
+        if checkpoint is None:  # a resumed run keeps the record of its start
+            write_config(cli)
+            write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
+        cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
+        train(cli, checkpoint)
+    write_outcome(cli.folder, outcome(cli))
+    conclude(cli)
+    return cli.folder
+
+
+def train(cli: TrainCLI, checkpoint: Path | None) -> None:
+    """The steps, from the first or from a checkpoint."""
     try:
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
     except SystemExit:
@@ -113,9 +167,17 @@ def fit(arguments: list[str]) -> Path:
         raise
     finally:
         finish_wandb(cli.trainer.loggers)
-    write_outcome(cli.folder, outcome(cli))
-    conclude(cli)
-    return cli.folder
+
+
+def how_to_go_on(cli: TrainCLI, arguments: Sequence[str]) -> str:
+    """After Ctrl-C: from the last checkpoint, or from the start where there is none; then no run is left behind."""
+    checkpoint = cli.config["ckpt_path"] or cli.folder / "checkpoints" / "last.ckpt"
+    if checkpoint.is_file():
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
+        return f"{saved} steps are saved. Go on with\n{resuming(arguments, checkpoint)}"
+    if first_process():
+        shutil.rmtree(cli.folder, ignore_errors=True)
+    return f"no step was saved, tokens and features are kept. Start again with\n{command_line(arguments)}"
 
 
 def parse(arguments: list[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:
@@ -162,10 +224,10 @@ def write_config(cli: TrainCLI) -> None:
     cli.parser.save(cli.config, str(cli.folder / "config.yaml"), overwrite=True, skip_validation=True, multifile=False)
 
 
-def quiet_lightning() -> None:
+def quiet_lightning(level: int = logging.WARNING) -> None:
     """What Lightning says at every start is for its own developers; warnings stay."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch").setLevel(level)
+    logging.getLogger("lightning.fabric").setLevel(level)
     for message in (
         "LightningCLI's args",
         ".*LeafSpec",
@@ -178,17 +240,21 @@ def quiet_lightning() -> None:
 
 @rank_zero_only
 def conclude(cli: TrainCLI) -> None:
-    """Say where everything is and what to do next."""
-    heads = cli.folder / "heads"
+    """Say what came of it, where everything is, and what to do next."""
+    heads, say = cli.folder / "heads", cli.console.print
     if not heads.is_dir():
-        cli.console.print(f"no step was taken, so there are no heads; records: {cli.folder}", highlight=False)
+        Console().print(f"no step was taken, so there are no heads; records: {cli.folder}", highlight=False)
         return
-    for line in cli.export.verdict():
-        cli.console.print(line, highlight=False, soft_wrap=True)
-    cli.console.print(
-        f"heads: {heads}\nmetrics: {cli.trainer.loggers[0].log_dir}/metrics.csv\n"
-        f'decode: mtp-decode generate --heads {heads} --prompt "Why is the sky blue?"\n'
-        f"bench:  mtp-decode bench --heads {heads} --prompts configs/prompts/demo_heldout.jsonl --limit 8",
-        highlight=False,
-        soft_wrap=True,
-    )
+    if cli.console.quiet:
+        Console().print(f"heads: {heads}", highlight=False, soft_wrap=True)
+        return
+    told = [
+        *cli.export.verdict(),
+        *acceptance_table(cli.export.metrics, cli.model.trained.config.draft_length),
+        f"heads: {heads}",
+        f"metrics: {cli.trainer.loggers[0].log_dir}/metrics.csv",
+        "what to do with them:",
+        *next_commands(heads, cli.model.trained, cli.model.base, cli.model.decode_options.prompts),
+    ]
+    for line in told:
+        say(line, highlight=False, soft_wrap=True, markup=False)

@@ -8,6 +8,7 @@ Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,8 @@ class HeadsModule(lightning.LightningModule):
         self._step: DraftSums | None = None
         self._validation: DraftSums | None = None
         self._grad_norm = 0.0
+        self.guessed_step: float | None = None  # seconds
+        self.memory_told = ""  # the estimate, in words
 
     # ---- set up ------------------------------------------------------------------------------------------------------
 
@@ -303,13 +306,18 @@ class HeadsModule(lightning.LightningModule):
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
         self.trained.bind(self.base.embedding, self.base.output_matrix)
         if self.meter.peak is not None:
-            self.meter.flops_per_token = self._count_flops()
+            self.meter.flops_per_token = self._first_pass()
         self.meter.restart()
 
-    def _count_flops(self) -> float:
-        """Operations per token of the first batch, which is thrown away: counting changes how gradients round."""
+    def _first_pass(self) -> float:
+        """Operations per token of the first batch, which is thrown away: counting changes how gradients round. What it
+        took is a first guess at a step's time."""
         batch = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
         batch = {name: tensor.to(self.base.device) for name, tensor in batch.items()}
+        began = time.monotonic()
         flops = count_flops(lambda: self.draft_sums(batch).total.backward())
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        self.guessed_step = (time.monotonic() - began) * self.trainer.accumulate_grad_batches
         self.zero_grad()
         return flops / float(batch["attention_mask"].sum())

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import wandb
@@ -34,12 +34,14 @@ class RunOptions:
         dir: folder of all runs.
         checkpoint_every: optimiser steps between checkpoints: what a killed run can lose.
         wandb_project: project in Weights & Biases; null turns wandb off.
+        verbosity: quiet (warnings, errors, and where the heads are), normal, or verbose (what Lightning says, too).
     """
 
     name: str = "run"
     dir: str = "runs"
     checkpoint_every: int = 100
     wandb_project: str | None = "mtp"
+    verbosity: Literal["quiet", "normal", "verbose"] = "normal"
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):

@@ -71,7 +71,7 @@ def test_from_configs_to_table_and_nothing_twice(
     with monkeypatch.context() as patch:
         measured = counted(patch, "measure", stop_at=5)
         assert main(command(tmp_path)) == 130
-        assert "resume with the same command" in capsys.readouterr().err
+        assert "Go on with\nmtp-train compare --configs" in capsys.readouterr().err
         assert len(json.loads((tmp_path / "out" / "results.json").read_text())) == 5
     fits, measured = counted(monkeypatch, "fit"), counted(monkeypatch, "measure")
     document = compared(tmp_path, capsys)
