@@ -26,6 +26,7 @@ from decode.target import BaseTarget
 from decode.text import Prompt, encode
 from mtp.base import FrozenBase
 from mtp.errors import UserError
+from mtp.suggest import did_you_mean
 
 RIVALS = ("plain", "transformers", "lookup")
 DEFAULT_RIVALS = ("plain", "transformers")
@@ -42,8 +43,10 @@ def bench(
     on_prompt: Callable[[], None] = lambda: None,
     categories: Sequence[str | None] | None = None,
     context: int = CONTEXT,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt. With `categories`,
+    """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt, and where `stop` is
+    true behind one, the report is of those so far. With `categories`,
     one for each prompt, the acceptance length is told for each of them too, and as their mean. Parts of a step are
     measured alone behind `context` places of text, fewer where the base has no room for them.
 
@@ -73,7 +76,7 @@ def bench(
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
     for side in sides:
         side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
-    take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt)
+    take_turns(sides, encoded, budgets, [None] * len(encoded) if categories is None else categories, on_prompt, stop)
     ours = sides[0].stats
     assert ours is not None
     costs = _measure_costs(decoder, request, encoded, ours.draft_length, context)
@@ -98,7 +101,7 @@ def check_rivals(against: Sequence[str]) -> None:
     """UserError for a side that there is not."""
     unknown = [name for name in against if name not in RIVALS]
     if unknown:
-        raise UserError(f"--against has {unknown[0]!r}; use any of {','.join(RIVALS)}.")
+        raise UserError(f"--against has {unknown[0]!r}; {did_you_mean(unknown[0], RIVALS)}")
 
 
 def check_context(context: int) -> None:

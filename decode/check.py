@@ -6,7 +6,6 @@ a negative control: each statistical or numerical one must also fail on a fault 
 Shapes: T position, V vocabulary.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -28,7 +27,16 @@ MIN_SAMPLES = 300
 
 
 def check(decoder: Decoder, settings: CheckSettings, on_step: Callable[[], None] = lambda: None) -> list[Finding]:
-    """All findings; `on_step` is called after each of NUM_FINDINGS.
+    """All findings; `on_step` is called after each of NUM_FINDINGS. Raises what `findings` does."""
+    found = []
+    for finding in findings(decoder, settings):
+        found.append(finding)
+        on_step()
+    return found
+
+
+def findings(decoder: Decoder, settings: CheckSettings) -> Iterator[Finding]:
+    """The findings one by one, NUM_FINDINGS of them.
 
     UserError without heads, or with too few samples to tell anything apart.
     """
@@ -39,24 +47,15 @@ def check(decoder: Decoder, settings: CheckSettings, on_step: Callable[[], None]
     if settings.samples < MIN_SAMPLES:
         raise UserError(f"--samples is {settings.samples}; use at least {MIN_SAMPLES}, or nothing shows.")
     drafts = Drafts()
-    findings = []
-    for finding in itertools.chain(
-        _greedy(decoder, settings, drafts),
-        check_laws.check_laws(decoder, settings, drafts),
-        _reproducible(decoder, settings, drafts),
-    ):
-        findings.append(finding)
-        on_step()
-    findings.append(
-        Finding(
-            "drafts were made, kept and rejected",
-            min(drafts.drafted, drafts.accepted, drafts.rejected) > 0,
-            f"{drafts.drafted} drafted, {drafts.accepted} accepted, {drafts.rejected} rejected",
-            {"drafted": drafts.drafted, "accepted": drafts.accepted, "rejected": drafts.rejected},
-        )
+    yield from _greedy(decoder, settings, drafts)
+    yield from check_laws.check_laws(decoder, settings, drafts)
+    yield from _reproducible(decoder, settings, drafts)
+    yield Finding(
+        "drafts were made, kept and rejected",
+        min(drafts.drafted, drafts.accepted, drafts.rejected) > 0,
+        f"{drafts.drafted} drafted, {drafts.accepted} accepted, {drafts.rejected} rejected",
+        {"drafted": drafts.drafted, "accepted": drafts.accepted, "rejected": drafts.rejected},
     )
-    on_step()
-    return findings
 
 
 # ---- greedy ------------------------------------------------------------------------------------------------------

@@ -1,302 +1,86 @@
-"""`mtp-decode`: the command line of decoding.
+"""`mtp-decode`: from arguments to a command, and from what becomes of it to an exit code.
 
-Knows: commands, terminals and exit codes (0 done, 1 a check failed, 2 bad input, 130 interrupted). Refuses to decode by
-itself.
+Knows: which errors are the user's, and how a program ends. Refuses to know options (`decode.parser`), and to import
+anything that takes time before Ctrl-C is answered.
 """
 
+import codecs
 import io
 import os
+import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
-
-from decode import export_cli, lab
-from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals, describe, settings_report
-from decode.bench_picture import check_plot, draw
-from decode.check import NUM_FINDINGS, check
-from decode.costs import CONTEXT
-from decode.decoder import Decoder
-from decode.evidence import CheckSettings
-from decode.options import add_request_options, read_request
-from decode.png import write
-from decode.prompts import read_categorised, read_prompts
-from decode.report import as_json, show_bench, show_findings, show_stats, tracked
-from decode.request import Request
-from decode.stats import DecodeStats
-from decode.stream import Result, Stream
-from decode.text import Prompt
-from mtp.errors import UserError
-
 CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_SPELT = {
+    "×": "x", "…": "...", "–": "-", "—": "-", "·": "*", "“": '"', "”": '"', "’": "'", "→": "->", "±": "+-", "∞": "inf",
+    "Σ": "sum", "α": "alpha", "τ": "tau", "≤": "<=", "≥": ">=",
+}  # fmt: skip
 
 
 def entry() -> None:
     """The console script."""
+    signal.signal(signal.SIGINT, _leave)  # while modules are loaded there is nothing to keep, and much to break
+    codecs.register_error("spelt", _spelt)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows its number
-            stream.reconfigure(errors="backslashreplace")
-    sys.exit(main())
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows what is like it
+            stream.reconfigure(errors="spelt")
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's own end is no place for a traceback
+    sys.exit(code)
+
+
+def _leave(signum: int, frame: object) -> None:
+    """Ends the program at once: an exception could be caught by whatever is being imported."""
+    os.write(2, b"\ninterrupted; nothing was begun.\n")
+    os._exit(INTERRUPTED)
+
+
+def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
+    """An error handler of codecs: our own signs by what is like them, all else by its number."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    part = error.object[error.start : error.end]
+    return "".join(_SPELT.get(c, c.encode("ascii", "backslashreplace").decode()) for c in part), error.end
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
-        options = build_parser().parse_args(args)
-        return COMMANDS[options.command](options[options.command]) or 0
-    except (UserError, ArgumentError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        return _run(sys.argv[1:] if args is None else list(args))
+    except KeyboardInterrupt:  # of commands that have nothing to keep
+        print("\ninterrupted; the same command starts again.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a name that is too long, a disk that is full
-        print(
-            f"error: {error.strerror or error} ({error.filename or 'output'}); choose another place.", file=sys.stderr
-        )
+        place = error.filename or "output"
+        print(f"error: {error.strerror or error} ({place}); choose another place.", file=sys.stderr)
         return BAD_INPUT
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
 
 
-def build_parser() -> ArgumentParser:
-    """The parser with all commands."""
-    about = "Decode with heads, exactly as the base."
-    parser = ArgumentParser(prog="mtp-decode", description=about, exit_on_error=False, allow_abbrev=False)
-    commands = parser.add_subcommands(dest="command")
-    generate = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Generate text; statistics go to stderr."
-    )
-    _add_models(generate)
-    _add_prompts(generate)
-    generate.add_argument("--prompt", type=str, help="one prompt (text)")
-    generate.add_argument("--batch-size", type=int, default=1, help="prompts of the file that are decoded at a time")
-    add_request_options(generate)
-    commands.add_subcommand("generate", generate, help="generate text")
-    benchmark = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Speed against decoding without heads."
-    )
-    _add_models(benchmark)
-    _add_prompts(benchmark)
-    benchmark.add_argument("--per-category", type=int | None, help="only the first prompts of each `category`")
-    against = ",".join(DEFAULT_RIVALS)
-    benchmark.add_argument("--against", default=against, help="comma-separated, from: " + ", ".join(RIVALS))
-    told = "tokens of text behind which a forward over 1, 2, … rows is measured"
-    benchmark.add_argument("--context", type=int, default=CONTEXT, help=told)
-    benchmark.add_argument("--plot", type=Path | None, help="draw the speed-up over K here (.png)")
-    add_request_options(benchmark)
-    commands.add_subcommand("bench", benchmark, help="compare speed")
-    certificate = ArgumentParser(
-        exit_on_error=False, allow_abbrev=False, description="Is decoding with these heads lossless, here and now?"
-    )
-    _add_models(certificate)
-    _add_prompts(certificate)
-    certificate.add_argument("--samples", type=int, default=CheckSettings.samples, help="texts per chi-square test")
-    certificate.add_argument("--max-new-tokens", type=int, default=CheckSettings.max_new_tokens, help="tokens per text")
-    certificate.add_argument("--seed", type=int, default=CheckSettings.seed, help="of all draws")
-    commands.add_subcommand("check", certificate, help="certify your own base and heads")
-    laboratory = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=lab.ABOUT)
-    lab.add_arguments(laboratory)
-    commands.add_subcommand("lab", laboratory, help="see what each acceptance rule does to the distribution")
-    exporter = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT)
-    export_cli.add_arguments(exporter)
-    commands.add_subcommand("export", exporter, help="write heads for vLLM, SGLang and others")
-    importer = ArgumentParser(exit_on_error=False, allow_abbrev=False, description=export_cli.ABOUT_IMPORT)
-    export_cli.add_import_arguments(importer)
-    commands.add_subcommand("import", importer, help="read heads made for vLLM, SGLang and others")
-    return parser
+def _run(args: list[str]) -> int:
+    from decode.parser import overview, parse
+    from mtp.errors import UserError
+
+    if args and args[0] in ("-h", "--help", "help"):
+        print(overview(), end="")
+        return 0
+    try:
+        run, options = parse(args)
+        _answer_interrupts()
+        return run(options) or 0
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
 
 
-def _add_models(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--heads", type=str, help="folder of trained heads, or smollm2-135m; generate works without, from --base")
-    add("--base", type=str, help="the base, if not found by the name in the heads' config")
-    add("--revision", type=str, help="revision of a base on the Hub")
-    add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
-    add("--dtype", type=str, default="auto", help="auto, float32, bfloat16 or float16")
-    add("--compile", type=str, default="auto", help="compiled kernels for steps on a CPU: auto, on or off")
-    add("--quantise", type=str | None, help="int8: round the base's weights, which is then another p (needs torchao)")
-    add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
-
-
-def _add_prompts(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--prompts", type=Path | None, help="JSONL file; each line has prompt, messages or turns")
-    add("--limit", type=int | None, help="use only the first prompts of the file")
-    add("--json", action="store_true", help="the last line of stdout is one JSON document")
-
-
-def generate(options: Namespace) -> None:
-    """`mtp-decode generate`."""
-    request = read_request(options)
-    prompts = _prompts(options)
-    decoder = _decoder(options)
-    found = _results(decoder, prompts, request, options.batch_size, silent=options.json)
-    results = list(_numbered(found, len(prompts)))
-    total = results[0].stats.empty()
-    for result in results:
-        total.merge(result.stats)
-    show_stats(total)
-    if options.json:
-        _print_json(_generate_report(decoder, options, request, prompts, results, total))
-
-
-def _numbered(results: Iterator[Result], total: int) -> Iterator[Result]:
-    """The results; where one of several prompts cannot be decoded, the message says which."""
-    for number in range(1, total + 1):
-        try:
-            result = next(results)
-        except UserError as error:
-            raise UserError(f"prompt {number} of {total}: {error}" if total > 1 else str(error)) from None
-        yield result
-
-
-def _results(
-    decoder: Decoder, prompts: Sequence[Prompt], request: Request, batch_size: int, silent: bool
-) -> Iterator[Result]:
-    """In the order of the prompts. Texts are written as they are generated, or in a batch as they are done."""
-    if batch_size == 1:
-        yield from (_play(decoder.stream(prompt, request), silent) for prompt in prompts)
-        return
-    for result in decoder.generate_many(prompts, request, batch_size=batch_size):
-        if not silent:
-            print(result.text, flush=True)
-        yield result
-
-
-def _play(stream: Stream, silent: bool) -> Result:
-    """Write the text as it is generated."""
-    for piece in stream:
-        if not silent:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-    if not silent:
-        sys.stdout.write("\n")
-    return stream.result
-
-
-def _generate_report(
-    decoder: Decoder,
-    options: Namespace,
-    request: Request,
-    prompts: Sequence[Prompt],
-    results: Sequence[Result],
-    total: DecodeStats,
-) -> dict[str, Any]:
-    return {
-        **describe(decoder.base, options.heads),
-        "batch_size": options.batch_size,
-        **settings_report(request),
-        "seed": request.seed,
-        "num_prompts": len(prompts),
-        **total.to_json(),
-        "tok_per_s": total.committed / max(total.total_seconds, 1e-9),
-        "results": [
-            {
-                "prompt": prompt,
-                "text": result.text,
-                "token_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                "prompt_tokens": result.prompt_tokens,
-                **({} if result.logprobs is None else {"logprobs": result.logprobs}),
-                "stats": result.stats.to_json(),
-            }
-            for prompt, result in zip(prompts, results, strict=True)
-        ],
-    }
-
-
-def run_bench(options: Namespace) -> None:
-    """`mtp-decode bench`."""
-    if options.heads is None:
-        raise UserError("--heads is missing; name the folder of heads to measure.")
-    against = [name for name in options.against.split(",") if name]
-    check_rivals(against)
-    check_context(options.context)
-    request = read_request(options, seed=options.seed or 0)
-    if options.prompts is None:
-        raise UserError("prompts are missing; use --prompts FILE.")
-    if options.plot is not None:
-        check_plot(options.plot, request, against)
-    found = read_categorised(options.prompts, options.limit, options.per_category)
-    prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
-    decoder = _decoder(options)
-    with tracked(len(prompts), "prompts") as advance:
-        report = bench(decoder, prompts, request, options.heads, against, advance, categories, options.context)
-    show_bench(report, to_stderr=options.json)
-    if options.json:
-        _print_json(report)
-    if options.plot is not None:  # after the numbers, which a full disk is not to take along
-        write(draw(report), options.plot, "--plot")
-        print(f"picture: {options.plot}", file=sys.stderr)
-
-
-def run_check(options: Namespace) -> int:
-    """`mtp-decode check`; 1 when a check failed."""
-    if options.heads is None:
-        raise UserError("--heads is missing; name the folder of heads to check.")
-    settings = CheckSettings(samples=options.samples, max_new_tokens=options.max_new_tokens, seed=options.seed)
-    if options.prompts is not None:
-        settings = replace(settings, prompts=read_prompts(options.prompts, options.limit))
-    elif options.limit is not None:
-        raise UserError(f"--limit is {options.limit}, but it only applies to --prompts FILE; leave it out.")
-    decoder = _decoder(options)
-    started = time.perf_counter()
-    with tracked(NUM_FINDINGS, "checks") as advance:
-        findings = check(decoder, settings, advance)
-    passed = all(finding.passed for finding in findings)
-    where = describe(decoder.base, options.heads)
-    title = f"{where['base']} with {where['heads']}, {where['device']}, {where['dtype']}"
-    show_findings(findings, title, time.perf_counter() - started, to_stderr=options.json)
-    if options.json:
-        checks = [vars(finding) for finding in findings]
-        _print_json({**where, "passed": passed, "seed": options.seed, "checks": checks})
-    return 0 if passed else CHECK_FAILED
-
-
-COMMANDS: dict[str, Callable[[Namespace], int | None]] = {
-    "generate": generate,
-    "bench": run_bench,
-    "check": run_check,
-    "lab": lab.run,
-    "export": export_cli.run,
-    "import": export_cli.run_import,
-}
-
-
-def _prompts(options: Namespace) -> list[Prompt]:
-    text = options.get("prompt")
-    if (text is None) == (options.prompts is None):
-        one_of = "--prompt TEXT or --prompts FILE" if "prompt" in options else "--prompts FILE"
-        raise UserError(f"prompts are missing or given twice; use {one_of}.")
-    if text is None:
-        return read_prompts(options.prompts, options.limit)
-    for name, value, default in (("--limit", options.limit, None), ("--batch-size", options.batch_size, 1)):
-        if value != default:
-            raise UserError(f"{name} is {value}, but it only applies to --prompts FILE; leave it out.")
-    return [text]
-
-
-def _decoder(options: Namespace) -> Decoder:
-    return Decoder.from_pretrained(
-        options.heads,
-        options.base,
-        revision=options.revision,
-        device=options.device,
-        dtype=options.dtype,
-        quantise=options.quantise,
-        trust_remote_code=options.trust_remote_code,
-        compile=options.compile,
-        on_progress=lambda text: print(text, file=sys.stderr),
-    )
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(as_json(document), flush=True)
+def _answer_interrupts() -> None:
+    """From here on Ctrl-C is an exception, which commands keep their results from."""
+    current: Any = signal.getsignal(signal.SIGINT)
+    if current is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

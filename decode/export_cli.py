@@ -4,7 +4,6 @@ Knows: the options, and how to tell what was written. Refuses to know: any forma
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +12,15 @@ from jsonargparse import ArgumentParser, Namespace
 
 from decode.decoder import Decoder
 from decode.report import as_json
+from decode.terminal import Terminal
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
 from mtp.formats.imports import IN_BASE, READERS, import_from_base, import_heads
+from mtp.heads import Heads
 from mtp.hub import find_heads, read_config, save_heads
-
-ABOUT_IMPORT = "Read heads that were made elsewhere; they are compared with what the other software computes first."
-ABOUT = "Write heads as vLLM, SGLang and others load them; what is written is read again and compared first."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -48,13 +46,20 @@ def run(options: Namespace) -> None:
     find_format(options.format)
     check_dtype(options.dtype)
     check_free(options.output, options.overwrite)
-    decoder = _decoder(options)
+    terminal = Terminal.of(options)
+    decoder = _decoder(options, terminal)
     assert decoder.heads is not None
-    done = export(
-        decoder.heads, decoder.base, options.format, options.output, dtype=options.dtype, overwrite=options.overwrite
-    )
+    with terminal.waiting("writing and comparing"):
+        done = export(
+            decoder.heads,
+            decoder.base,
+            options.format,
+            options.output,
+            dtype=options.dtype,
+            overwrite=options.overwrite,
+        )
     told = f"{done.compared:,} logits compared with the heads', largest difference {done.worst:.1e}"
-    print(f"written: {done.folder} ({done.size / 1e6:.1f} MB, {options.format}); {told}", file=sys.stderr)
+    terminal.say(f"written: {done.folder} ({done.size / 1e6:.1f} MB, {options.format}); {told}")
     if options.json:
         document = {"format": options.format, "dtype": options.dtype, **vars(done), "folder": str(done.folder)}
         print(as_json(document), flush=True)
@@ -86,26 +91,30 @@ def run_import(options: Namespace) -> None:
                 f"{', '.join((*READERS, IN_BASE))}; the last has no --input)."
             )
     check_free(options.output, options.overwrite)
-    base = FrozenBase.from_pretrained(
-        options.base,
-        revision=options.revision,
-        device=options.device,
-        dtype="float32",
-        trust_remote_code=options.trust_remote_code,
-        home=default_home(os.environ),
-        on_progress=lambda text: print(text, file=sys.stderr),
-    )
-    if options.format == IN_BASE:
-        heads = import_from_base(base, options.draft_length)
-    else:
-        layers, k = tuple(options.feature_layers) or None, options.draft_length
-        with _foreign(options):
-            heads = import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
-    save_heads(heads, options.output)
+    terminal = Terminal.of(options)
+    with terminal.waiting("loading the base"):
+        base = FrozenBase.from_pretrained(
+            options.base,
+            revision=options.revision,
+            device=options.device,
+            dtype="float32",
+            trust_remote_code=options.trust_remote_code,
+            home=default_home(os.environ),
+            on_progress=terminal.say,
+        )
+    with terminal.waiting("reading and comparing"):
+        heads = _read(options, base)
+        save_heads(heads, options.output)
     told = "" if heads.config.own_output == "none" else ", with output rows of their own"
-    print(
-        f"written: {options.output} ({heads.config.kind} heads, K = {heads.config.draft_length}{told})", file=sys.stderr
-    )
+    terminal.say(f"written: {options.output} ({heads.config.kind} heads, K = {heads.config.draft_length}{told})")
+
+
+def _read(options: Namespace, base: FrozenBase) -> Heads:
+    if options.format == IN_BASE:
+        return import_from_base(base, options.draft_length)
+    layers, k = tuple(options.feature_layers) or None, options.draft_length
+    with _foreign(options):
+        return import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
 
 
 @contextmanager
@@ -122,11 +131,12 @@ def _foreign(options: Namespace) -> Iterator[None]:
         ) from error
 
 
-def _decoder(options: Namespace) -> Decoder:
+def _decoder(options: Namespace, terminal: Terminal) -> Decoder:
     """Heads and base in float32, as the comparison needs them."""
     name = None if options.base is not None else read_config(find_heads(options.heads)).base.name
     try:
-        return _load(options)
+        with terminal.waiting("loading"):
+            return _load(options, terminal)
     except UserError as error:
         if name is None or f"base {name!r}" not in str(error):
             raise
@@ -134,7 +144,7 @@ def _decoder(options: Namespace) -> Decoder:
         raise UserError(told) from error
 
 
-def _load(options: Namespace) -> Decoder:
+def _load(options: Namespace, terminal: Terminal) -> Decoder:
     return Decoder.from_pretrained(
         options.heads,
         options.base,
@@ -143,5 +153,5 @@ def _load(options: Namespace) -> Decoder:
         dtype="float32",
         trust_remote_code=options.trust_remote_code,
         compile="off",
-        on_progress=lambda text: print(text, file=sys.stderr),
+        on_progress=terminal.say,
     )

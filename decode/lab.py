@@ -7,7 +7,6 @@ Shapes: K draft position, V vocabulary.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,20 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
 
+from decode.cli import INTERRUPTED
 from decode.decoder import Decoder
 from decode.drafters import HeadsDrafter
 from decode.lab_picture import FEW, Anchor, Depth, Exhibit, draw, readable, show
 from decode.png import check_path
-from decode.report import as_json, tracked
+from decode.report import as_json
 from decode.target import BaseTarget
+from decode.terminal import Terminal
 from decode.text import encode
 from mtp import rules
 from mtp.errors import UserError
 from mtp.sampling import RandomSource, SamplingConfig, finite_rows, to_probs
 
 _MOST_RANDOM = 20_000
-ABOUT = "What each rule does to the base's law, and how much it keeps: on typed numbers, or on real heads."
 _DEPTHS = (1, 2, 3, 4, 5)
 _MOST_IN_JSON = 1_000  # numbers of a law
 _KEPT = 64  # anchors whose p and q stay in memory, for the one that is shown
@@ -67,19 +67,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         add("--" + name.replace("_", "-"), help=f"with --heads: {about}", **how)
 
 
-def run(options: Namespace) -> None:
+def run(options: Namespace) -> int:
     """`mtp-decode lab`."""
     collect = _source(options)
     rules.check_scale(options.scale)
     if options.out is not None:
         check_path(options.out)
+    terminal = Terminal.of(options)
     exhibit = collect(options)
     if options.out is not None:
         draw(exhibit, options.out)
-        print(f"picture: {options.out}", file=sys.stderr)
-    show(exhibit, to_stderr=options.json)
+        terminal.say(f"picture: {options.out}")
+    if not (options.json and terminal.quiet):
+        show(exhibit, to_stderr=options.json)
     if options.json:
         print(as_json(_report(exhibit, options)), flush=True)
+    if exhibit.interrupted:
+        terminal.say(f"interrupted after {len(exhibit.anchors)} anchors; the same command starts again.")
+        return INTERRUPTED
+    return 0
 
 
 def _source(options: Namespace) -> Callable[[Namespace], Exhibit]:
@@ -157,15 +163,12 @@ def _from_heads(options: Namespace) -> Exhibit:
     seed = options.seed or 0
     writer, chooser = RandomSource(seed), RandomSource(seed ^ 1)
     names = ("revision", "device", "dtype", "trust_remote_code")
-    decoder = Decoder.from_pretrained(
-        options.heads,
-        options.base,
-        on_progress=lambda text: print(text, file=sys.stderr),
-        **{name: options[name] for name in names},
-    )
+    terminal, named = Terminal.of(options), {name: options[name] for name in names}
+    with terminal.waiting("loading"):
+        decoder = Decoder.from_pretrained(options.heads, options.base, on_progress=terminal.say, **named)
     ids = encode(decoder.base.tokenizer, options.prompt, chat=not options.no_chat)
     walk = _anchors(decoder, ids, options.max_new_tokens, sampling, writer, chooser)
-    exhibit = _average(decoder, walk, options.scale, options.max_new_tokens)
+    exhibit = _average(decoder, walk, options.scale, options.max_new_tokens, terminal)
     settings = f"T = {sampling.temperature:g}, {len(exhibit.anchors)} tokens, seed {seed}"
     return replace(
         exhibit,
@@ -237,11 +240,14 @@ def _probs(logits: Tensor, sampling: SamplingConfig, whose: str) -> Tensor:
     return to_probs(logits.cpu().double(), sampling)
 
 
-def _average(decoder: Decoder, walk: Iterator[tuple[int, Tensor, Tensor, Tensor]], scale: float, count: int) -> Exhibit:
+def _average(
+    decoder: Decoder, walk: Iterator[tuple[int, Tensor, Tensor, Tensor]], scale: float, count: int, terminal: Terminal
+) -> Exhibit:
+    """Over all anchors, or those up to Ctrl-C."""
     anchors: list[Anchor] = []
     pairs: list[tuple[Tensor, Tensor]] = []
     studies, accepted = [], []
-    with tracked(count, "anchors") as advance:
+    with terminal.tracked(count, "anchors") as advance, terminal.stoppable("this anchor") as stop:
         for token, tokens, q, p in walk:
             label = readable(decoder.base.tokenizer.decode([token]))
             members = rules.all_rules(p[0, 0], q[0, 0], scale)
@@ -251,6 +257,8 @@ def _average(decoder: Decoder, walk: Iterator[tuple[int, Tensor, Tensor, Tensor]
             both = [rules.expected_accepted(tokens[:, :k], q[:, :k], p[:, : k + 1]) for k in range(1, q.shape[1] + 1)]
             accepted.append([(float(token_rule), float(block_rule)) for token_rule, block_rule in both])
             advance()
+            if stop():
+                break
     if not anchors:
         raise UserError("the base ended the text before any draft could be judged; use another --prompt or --seed.")
     shown = sorted(range(len(pairs)), key=lambda place: anchors[place].alpha)[len(pairs) // 2]
@@ -267,7 +275,7 @@ def _average(decoder: Decoder, walk: Iterator[tuple[int, Tensor, Tensor, Tensor]
     p, q = pairs[shown]
     top = p.topk(min(FEW, len(p))).indices.tolist()
     words = {token: readable(decoder.base.tokenizer.decode([token])) for token in top}
-    return Exhibit("", p, q, means, depths, words=words, anchors=anchors, shown=shown)
+    return Exhibit("", p, q, means, depths, words=words, anchors=anchors, shown=shown, interrupted=stop())
 
 
 def _depth(drafts: int, pairs: list[tuple[float, float]]) -> Depth:

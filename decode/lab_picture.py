@@ -72,6 +72,8 @@ class Exhibit:
     anchors: list[Anchor] = field(default_factory=list)
     shown: int = 0
     """The anchor that p and q belong to."""
+    interrupted: bool = False
+    """Whether there were to be more anchors."""
 
     def top(self) -> list[int]:
         """The tokens to show, in order."""

@@ -5,11 +5,15 @@ Knows: the three forms and how to name a bad line. Refuses to know tokenizers.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from decode.text import Prompt
 from mtp.errors import UserError
+
+_Found = TypeVar("_Found")
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -25,25 +29,52 @@ def read_categorised(
     path: Path, limit: int | None = None, per_category: int | None = None
 ) -> list[tuple[Prompt, str | None]]:
     """The same with the category of each, None where a line has none; at most `per_category` of every category."""
-    for option, value in (("--limit", limit), ("--per-category", per_category)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} is {value}; use at least 1, or leave it out for all prompts.")
-    if not path.is_file():
-        raise UserError(f"--prompts {path} is not a file; name a JSONL file with a prompt per line.")
+    _check_count("--limit", limit)
+    _check_count("--per-category", per_category)
     prompts: list[tuple[Prompt, str | None]] = []
     seen: Counter[str | None] = Counter()
+    for where, line in _lines(path):
+        if len(prompts) == limit:
+            break
+        prompt, category = _parse(line, where)
+        seen[category] += 1
+        if per_category is None or seen[category] <= per_category:
+            prompts.append((prompt, category))
+    return _some(prompts, path)
+
+
+def read_each(path: Path, limit: int | None = None) -> list[Prompt | UserError]:
+    """The prompts, and in the place of a line that is none what is wrong with it."""
+    _check_count("--limit", limit)
+    found: list[Prompt | UserError] = []
+    for where, line in islice(_lines(path), limit):
+        try:
+            found.append(_parse(line, where)[0])
+        except UserError as error:
+            found.append(error)
+    return _some(found, path)
+
+
+def _check_count(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UserError(f"{option} is {value}; use at least 1, or leave it out for all prompts.")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines that are not blank, each with its name in a message."""
+    if not path.is_file():
+        raise UserError(f"--prompts {path} is not a file; name a JSONL file with a prompt per line.")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if len(prompts) == limit:
-                break
             if line.strip():
-                prompt, category = _parse(line, f"--prompts {path}, line {number}")
-                seen[category] += 1
-                if per_category is None or seen[category] <= per_category:
-                    prompts.append((prompt, category))
-    if not prompts:
+                yield f"--prompts {path}, line {number}", line
+
+
+def _some(found: list[_Found], path: Path) -> list[_Found]:
+    """UserError if there are none."""
+    if not found:
         raise UserError(f'--prompts {path} has no prompts; give at least one line such as {{"prompt": "Hello"}}.')
-    return prompts
+    return found
 
 
 def _parse(line: bytes, where: str) -> tuple[Prompt, str | None]:

@@ -1,4 +1,4 @@
-"""What a person sees after decoding: small tables and a progress bar.
+"""What a person sees after decoding: small tables.
 
 Knows: rich, and whether a stream is a terminal. Refuses to measure.
 """
@@ -6,13 +6,11 @@ Knows: rich, and whether a stream is a terminal. Refuses to measure.
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from decode.evidence import Finding
@@ -122,8 +120,8 @@ def _bench_notes(report: dict[str, Any]) -> Iterator[str]:
         yield f"acceptance length, mean over categories {ours['accept_len_category_mean']:.2f}: {lengths}"
 
 
-def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_stderr: bool) -> None:
-    """The table of `check`, and what its outcome means."""
+def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_stderr: bool, missing: int = 0) -> None:
+    """The table of `check`, and what its outcome means; `missing` checks were not made."""
     table = Table(title=title, title_justify="left")
     for column in ("check", "", "measured"):
         table.add_column(column)
@@ -133,19 +131,12 @@ def show_findings(findings: Sequence[Finding], title: str, seconds: float, to_st
     console = Screen(stderr=to_stderr, highlight=False)
     console.print(table)
     verdict = "decoding is lossless as far as these checks see" if not failed else f"{failed} of {len(findings)} failed"
+    if missing:
+        verdict = f"{len(findings)} checks made, {failed} of them failed; {missing} are missing"
     console.print(
         f"{verdict} ({seconds:.0f} s). Each chi-square test rejects an exact decoder for less than two of 10,000 "
         "seeds; a negative control must find a fault that was built in."
     )
-
-
-@contextmanager
-def tracked(total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """A progress bar while stdout is a terminal; yields what to call after each unit."""
-    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Screen(stderr=True), disable=not sys.stdout.isatty(), transient=True) as bar:
-        task = bar.add_task(unit, total=total)
-        yield lambda: bar.advance(task)
 
 
 def _shares(values: list[float]) -> str:
@@ -153,13 +144,18 @@ def _shares(values: list[float]) -> str:
 
 
 def as_json(document: dict[str, Any]) -> str:
-    """One line of JSON; a number that JSON has no word for becomes a text, as in "inf"."""
-    return json.dumps(_spelt(document), ensure_ascii=False, allow_nan=False)
+    """One line of JSON; a number that JSON has no word for becomes a text, as in "inf".
+
+    In ASCII where stdout cannot hold more: the escapes of a stream are not those of JSON.
+    """
+    narrow = not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    return json.dumps(spelt(document), ensure_ascii=narrow, allow_nan=False)
 
 
-def _spelt(value: Any) -> Any:
+def spelt(value: Any) -> Any:
+    """With texts in the place of numbers that JSON has no word for."""
     if isinstance(value, dict):
-        return {key: _spelt(item) for key, item in value.items()}
+        return {key: spelt(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_spelt(item) for item in value]
+        return [spelt(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

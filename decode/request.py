@@ -7,13 +7,13 @@ depends on the heads or the base is checked where these are.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from decode.lookup import MOST_DRAFTS
 from decode.tree_shape import TREE_RULE, TreeShape
 from mtp.errors import UserError
 from mtp.sampling import SamplingConfig, check_seed, option
+from mtp.suggest import did_you_mean
 from mtp.verify import check_rule
 
 
@@ -171,12 +171,10 @@ class Request(SamplingConfig):
 
 def make_request(options: Mapping[str, Any]) -> Request:
     """A Request from names and values. An unknown name is a UserError with the nearest one."""
-    known = {item.name for item in fields(Request)}
+    known = sorted(item.name for item in fields(Request))
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"use any of {', '.join(sorted(known))}."
-            raise UserError(f"{name!r} is no option of decoding; {hint}")
+            raise UserError(f"{name!r} is no option of decoding; {did_you_mean(name, known)}")
     return Request(**options)
 
 

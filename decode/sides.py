@@ -122,13 +122,17 @@ def take_turns(
     budgets: Sequence[int],
     categories: Sequence[str | None],
     on_prompt: Callable[[], None] = lambda: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Every side on every prompt, one prompt after the other: what slows the machine down for a while hits them all."""
+    """Every side on every prompt, one prompt after the other: what slows the machine down for a while hits them all.
+    Ends early behind a prompt after which `stop` is true."""
     for index, (ids, budget, category) in enumerate(zip(prompts, budgets, categories, strict=True)):
         turn = index % len(sides)  # nobody is always first
         for side in sides[turn:] + sides[:turn]:
             side.measure(ids, budget, category)
         on_prompt()
+        if stop():
+            return
 
 
 def paired(ours: Side, other: Side) -> list[float]:

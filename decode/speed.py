@@ -17,6 +17,7 @@ from mtp.kernels import NoKernels, load
 from mtp.last_block import Unreadable
 from mtp.layers import use_kernels
 from mtp.stack import Stack
+from mtp.suggest import did_you_mean
 
 Compile = Literal["auto", "on", "off"]
 
@@ -24,7 +25,7 @@ Compile = Literal["auto", "on", "off"]
 def check_compile(mode: str) -> None:
     """UserError for a word that is none."""
     if mode not in get_args(Compile):
-        raise UserError(f"--compile is {mode!r}; allowed are {', '.join(get_args(Compile))}.")
+        raise UserError(f"--compile is {mode!r}; {did_you_mean(mode, get_args(Compile))}")
 
 
 def speed_up(base: FrozenBase, heads: Heads | None, mode: Compile, home: Path, say: Callable[[str], None]) -> None:

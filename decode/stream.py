@@ -78,6 +78,16 @@ class Stream:
         return Piece(text, step.tokens, step.drafted, step.logprobs, step.rejected)
 
     @property
+    def text(self) -> str:
+        """What there is so far."""
+        return "".join(self._texts)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the text ended; None while it has not."""
+        return None if self._result is None else self._result.finish_reason
+
+    @property
     def result(self) -> Result:
         assert self._result is not None, "take all pieces first"
         return self._result

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from mtp.config import HeadsConfig
 from mtp.errors import UserError
 from mtp.heads import Heads, build_heads
+from mtp.suggest import nearest
 from mtp.vocab import vocab_hash
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -120,7 +121,8 @@ def _read_document(folder: Path) -> tuple[dict[str, Any], str]:
         hint = f"a copy from before the last save is at {old}" if old.is_dir() else "train some with mtp-train"
         with_package = f" or heads that come with mtp ({', '.join(shipped_heads())})" if shipped_heads() else ""
         raise UserError(
-            f"--heads {folder} is not a folder; {hint}, or name a folder with {CONFIG} and {WEIGHTS}{with_package}."
+            f"--heads {folder} is not a folder;{_meant(folder)} {hint}, or name a folder with {CONFIG} and {WEIGHTS}"
+            f"{with_package}."
         )
     path = folder / CONFIG
     if not path.is_file():
@@ -132,6 +134,22 @@ def _read_document(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(document, dict) or not isinstance(document.get("weights_sha256"), str):
         raise UserError(f"{path} lacks weights_sha256; it was not written by mtp or was cut short. Copy it again.")
     return document, document.pop("weights_sha256")
+
+
+def _meant(folder: Path) -> str:
+    """The heads of the nearest name: those that come with the package, or another folder where this one is not."""
+    if len(folder.parts) == 1:
+        near = nearest(str(folder), shipped_heads())
+        if near is not None:
+            return f" did you mean {near}? Otherwise"
+    first = next((path for path in (*reversed(folder.parents), folder) if not path.exists()), folder)
+    try:
+        there = [path.name for path in first.parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError:
+        return ""
+    near = nearest(first.name, there)
+    whole = None if near is None else first.parent / near / folder.relative_to(first)
+    return f" did you mean {whole}? Otherwise" if whole is not None and (whole / CONFIG).is_file() else ""
 
 
 def _load_strictly(heads: Heads, tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -5,7 +5,6 @@ local or embedded base never reaches the network. Refuses to know: what the mode
 checks it.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from mtp.embedded import EMBEDDED, default_home, ensure_embedded
 from mtp.errors import UserError
 from mtp.gguf_file import load_gguf, one_line, quiet_transformers
+from mtp.suggest import did_you_mean, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What transformers, the Hub client and safetensors raise for files that are missing, cut short or of another kind.
@@ -51,7 +51,7 @@ def load(
     With `dtype` None only config and tokenizer are read, and `model` is None (a .gguf file is read whole all the same).
     """
     if dtype not in (None, *DTYPES):
-        raise UserError(f"dtype {dtype!r} is not known; allowed: {', '.join(DTYPES)}.")
+        raise UserError(f"--dtype is {dtype!r}; {did_you_mean(dtype, DTYPES)}")
     dtype = "float32" if dtype == "auto" and device.type == "cpu" else dtype
     if name in EMBEDDED:
         _no_revision(name, revision)
@@ -158,8 +158,8 @@ def _hub_answers(name: str, revision: str | None) -> bool:
 
 
 def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(Path(name).name.lower(), EMBEDDED, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = nearest(Path(name).name, EMBEDDED)
+    return f" Did you mean {close!r}?" if close is not None else ""
 
 
 def _ways() -> str:

@@ -6,6 +6,7 @@ Knows: spelling. Refuses to know what the names stand for, and which of them may
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_FEW = 10  # names that a message has room for
 _CLOSE = 0.6  # of difflib's ratio: one wrong letter in four, or two exchanged ones, are still close
 
 
@@ -26,11 +27,13 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The last part of a message about an unknown name: "did you mean 'block'?", or, where nothing is close, all names:
-    "use one of block, token." """
+    """The last part of a message about an unknown name: "use one of block, token; did you mean 'block'?". Of many names
+    only the near one is told, and without a near one all."""
     names = list(known)
-    near = nearest(given, names)
-    return f"did you mean {near!r}?" if near is not None else f"use one of {', '.join(names)}."
+    near, all_of_them = nearest(given, names), f"use one of {', '.join(names)}"
+    if near is None:
+        return f"{all_of_them}."
+    return f"did you mean {near!r}?" if len(names) > _FEW else f"{all_of_them}; did you mean {near!r}?"
 
 
 def _bare(name: str) -> str:

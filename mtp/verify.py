@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mtp.errors import UserError
 from mtp.sampling import RandomSource
+from mtp.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def verify(
 def check_rule(rule: str) -> None:
     """UserError unless `rule` is one of RULES."""
     if rule not in RULES:
-        raise UserError(f"--verify is {rule!r}; use one of {', '.join(sorted(RULES))}.")
+        raise UserError(f"--verify is {rule!r}; {did_you_mean(rule, sorted(RULES))}")
 
 
 def token_rule(draft_tokens: Tensor, q: Tensor, p: Tensor, random: RandomSource, lengths: Tensor) -> Verdict:

@@ -23,6 +23,7 @@ from mtp.formats.tensors import CARD, CONFIG
 from mtp.heads import Heads
 from mtp.hub import replace_folder, write_tensors
 from mtp.last_block import some_tokens
+from mtp.suggest import did_you_mean
 
 _ANCHORS = 24
 _TOLERANCE = 1e-3
@@ -77,14 +78,14 @@ def export(
 def find_format(name: str) -> Format:
     """The format of that name, or a UserError."""
     if name not in FORMATS:
-        raise UserError(f"--format is {name!r}; allowed are {', '.join(FORMATS)}.")
+        raise UserError(f"--format is {name!r}; {did_you_mean(name, FORMATS)}")
     return FORMATS[name]
 
 
 def check_dtype(dtype: str) -> None:
     """UserError unless files can be written in it."""
     if dtype not in DTYPES:
-        raise UserError(f"--dtype is {dtype!r}; allowed are {', '.join(DTYPES)}.")
+        raise UserError(f"--dtype is {dtype!r}; {did_you_mean(dtype, DTYPES)}")
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

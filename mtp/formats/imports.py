@@ -27,6 +27,7 @@ from mtp.formats.medusa_reader import MedusaReader, read_original, read_vllm
 from mtp.heads import Heads, build_heads
 from mtp.heads.blocks import frequencies
 from mtp.initialise import new_heads
+from mtp.suggest import did_you_mean
 from mtp.vocab import vocab_hash
 
 _Read = Callable[[Path, str], Eagle3Reader | MedusaReader]
@@ -58,7 +59,7 @@ def import_heads(
     an unknown format, a folder that is not whole, another base, and halves that are evidently exchanged.
     """
     if format_name not in READERS:
-        raise UserError(f"--format is {format_name!r}; allowed are {', '.join((*READERS, IN_BASE))}.")
+        raise UserError(f"--format is {format_name!r}; {did_you_mean(format_name, (*READERS, IN_BASE))}")
     reader = READERS[format_name](folder, "--input")
     if isinstance(reader, MedusaReader):
         for name, value in (("draft-length", draft_length), ("feature-layers", feature_layers)):

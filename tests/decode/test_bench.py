@@ -293,7 +293,7 @@ def test_the_picture_draws_the_numbers_of_the_report(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--against", "plain,lookahead"], "--against has 'lookahead'; use any of plain,transformers,lookup."),
+        (["--against", "plain,lookahead"], "--against has 'lookahead'; use one of plain, transformers, lookup"),
         (["--plot", "{}/speed.jpg"], "speed.jpg; name a file that ends in .png."),
         (["--plot", "{}"], "name a file that ends in .png."),
         (["--plot", "{}/none/speed.png"], "but there is no folder"),

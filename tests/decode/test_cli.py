@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import decode.together
-from decode import cli
+from decode import check_cli, generate_cli
 from decode.check import CheckSettings, Finding
 from decode.cli import main
 from mtp.config import HeadsOptions
@@ -272,11 +273,12 @@ def test_check_ends_with_1_when_a_check_fails(
 ) -> None:
     asked: list[CheckSettings] = []
 
-    def found(decoder: object, settings: CheckSettings, advance: object) -> list[Finding]:
+    def found(decoder: object, settings: CheckSettings) -> Iterator[Finding]:
         asked.append(settings)
-        return [Finding("first", True, "as it should be"), Finding("second", passed, "0 of 3")]
+        yield from [Finding("first", True, "as it should be"), Finding("second", passed, "0 of 3")]
 
-    monkeypatch.setattr(cli, "check", found)
+    monkeypatch.setattr(check_cli, "findings", found)
+    monkeypatch.setattr(check_cli, "NUM_FINDINGS", 2)
     args = ("check", "--heads", folder / "heads", "--samples", 7, "--seed", 3, "--max-new-tokens", 5)
     code, out, _ = run(capsys, *args)
     assert code == (0 if passed else 1)
@@ -389,7 +391,7 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "generate", interrupted)
+    monkeypatch.setattr(generate_cli, "run", interrupted)
     assert run(capsys, "generate", "--prompt", "a")[0] == 130
 
 
@@ -431,7 +433,7 @@ def test_faults_of_the_software_keep_their_traceback(monkeypatch: pytest.MonkeyP
     def broken(_: object) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setitem(cli.COMMANDS, "generate", broken)
+    monkeypatch.setattr(generate_cli, "run", broken)
     with pytest.raises(RuntimeError, match="a fault"):
         main(["generate", "--prompt", "a"])
 

@@ -156,7 +156,7 @@ def test_a_tree_without_heads_is_refused(decoder: Decoder) -> None:
         ("max_tokens", "did you mean 'max_new_tokens'?"),
         ("draft_len", "did you mean 'draft_length'?"),
         ("stop_id", "did you mean 'stop_ids'?"),
-        ("zzz", "use any of bad_words, bad_words_ids, chat, "),
+        ("zzz", "use one of bad_words, bad_words_ids, chat, "),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(decoder: Decoder, name: str, hint: str) -> None:

@@ -83,7 +83,7 @@ def test_half_precision_is_left_alone(tmp_path: Path, compiled_home: Path) -> No
 
 
 def test_another_word_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="--compile is 'fast'; allowed are auto, on, off"):
+    with pytest.raises(UserError, match="--compile is 'fast'; use one of auto, on, off"):
         speed_up(tiny_base("llama", tmp_path), None, "fast", tmp_path, print)  # type: ignore[arg-type]
     assert main(["generate", "--heads", "x", "--prompt", "x", "--compile", "fast"]) == 2
     assert "--compile" in capsys.readouterr().err

@@ -304,7 +304,7 @@ def test_a_failure_leaves_what_was_there(
 
 def test_unknown_names_are_refused(base: FrozenBase, tmp_path: Path) -> None:
     heads = heads_on(base, "medusa")
-    with pytest.raises(UserError, match="--format is 'eagle2'; allowed are vllm-medusa, eagle3"):
+    with pytest.raises(UserError, match="--format is 'eagle2'; use one of vllm-medusa, eagle3"):
         export(heads, base, "eagle2", tmp_path / "out")
-    with pytest.raises(UserError, match="--dtype is 'int8'; allowed are float32"):
+    with pytest.raises(UserError, match="--dtype is 'int8'; use one of float32"):
         export(heads, base, "medusa", tmp_path / "out", dtype="int8")

@@ -161,7 +161,7 @@ def test_options_that_do_not_apply(base: FrozenBase, tmp_path: Path) -> None:
     folder = export(heads_on(base, "medusa"), base, "medusa", tmp_path / "out").folder
     with pytest.raises(UserError, match="--draft-length is 2, which medusa heads do not leave open"):
         import_heads(folder, "medusa", base, draft_length=2)
-    with pytest.raises(UserError, match="--format is 'custom_generate'; allowed are eagle3, speculators"):
+    with pytest.raises(UserError, match="--format is 'custom_generate'; use one of eagle3, speculators"):
         import_heads(folder, "custom_generate", base)
     assert "custom_generate" not in READERS
 

@@ -35,6 +35,9 @@ def test_one_letter_too_much_is_still_the_same_name(name: str, place: int, lette
     assert nearest(written, [name, "--verify", "--json"]) == name
 
 
-def test_the_remedy_names_one_or_all() -> None:
-    assert did_you_mean("tokn", ["block", "token"]) == "did you mean 'token'?"
+def test_the_remedy() -> None:
+    many = [*"abcdefghij", "token"]
+    assert did_you_mean("tokn", ["block", "token"]) == "use one of block, token; did you mean 'token'?"
     assert did_you_mean("best", ["block", "token"]) == "use one of block, token."
+    assert did_you_mean("tokn", many) == "did you mean 'token'?"
+    assert did_you_mean("best", many) == f"use one of {', '.join(many)}."

@@ -1,0 +1,69 @@
+"""`mtp-decode bench`: speeds side by side, as a table, a JSON document and a picture.
+
+Knows: its options, and how to stop. Refuses to measure (`decode.bench`).
+"""
+
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+
+from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals
+from decode.bench_picture import check_plot, draw
+from decode.cli import INTERRUPTED
+from decode.command import add_json, add_models, add_prompts, load_decoder, print_json
+from decode.costs import CONTEXT
+from decode.options import add_request_options, read_request
+from decode.png import write
+from decode.prompts import read_categorised
+from decode.report import show_bench
+from decode.terminal import Terminal
+from mtp.errors import UserError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of `bench`."""
+    add_models(parser)
+    add = add_prompts(parser)
+    add("--per-category", type=int | None, metavar="N", help="only the first prompts of each `category`")
+    add = parser.add_argument_group("measuring").add_argument
+    against = ",".join(DEFAULT_RIVALS)
+    add("--against", default=against, metavar="SIDES", help="comma-separated, from: " + ", ".join(RIVALS))
+    told = "tokens of text behind which a forward over 1, 2, … rows is measured"
+    add("--context", type=int, default=CONTEXT, metavar="N", help=told)
+    add("--plot", type=Path | None, metavar="FILE", help="draw the speed-up over K here (.png)")
+    add_json(parser)
+    add_request_options(parser)
+
+
+def run(options: Namespace) -> int:
+    """`mtp-decode bench`."""
+    if options.heads is None:
+        raise UserError("--heads is missing; name the folder of heads to measure.")
+    against = [name for name in options.against.split(",") if name]
+    check_rivals(against)
+    check_context(options.context)
+    request = read_request(options, seed=options.seed or 0)
+    if options.prompts is None:
+        raise UserError("prompts are missing; use --prompts FILE.")
+    if options.plot is not None:
+        check_plot(options.plot, request, against)
+    found = read_categorised(options.prompts, options.limit, options.per_category)
+    prompts, categories = [prompt for prompt, _ in found], [category for _, category in found]
+    terminal = Terminal.of(options)
+    decoder = load_decoder(options, terminal)
+    with terminal.tracked(len(prompts), "prompts") as advance, terminal.stoppable("this prompt") as stop:
+        report = bench(
+            decoder, prompts, request, options.heads, against, advance, categories, options.context, stop=stop
+        )
+    if not (options.json and terminal.quiet):
+        show_bench(report, to_stderr=options.json)
+    if options.json:
+        print_json(report)
+    if options.plot is not None:  # after the numbers, which a full disk is not to take along
+        write(draw(report), options.plot, "--plot")
+        terminal.say(f"picture: {options.plot}")
+    if report["num_prompts"] < len(prompts):
+        told = f"interrupted: these are {report['num_prompts']} of {len(prompts)} prompts"
+        terminal.say(f"{told}; the same command measures all of them.")
+        return INTERRUPTED
+    return 0
