@@ -9,7 +9,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -19,14 +19,14 @@ _SPELT = {
 }  # fmt: skip
 
 
-def entry() -> None:
-    """The console script."""
+def entry(run: Callable[[], int] | None = None) -> None:
+    """The console script: of this program, or of one with another `run`."""
     signal.signal(signal.SIGINT, _leave)  # while modules are loaded there is nothing to keep, and much to break
     codecs.register_error("spelt", _spelt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows what is like it
             stream.reconfigure(errors="spelt")
-    code = main()
+    code = (run or main)()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's own end is no place for a traceback
     sys.exit(code)
 
@@ -72,14 +72,14 @@ def _run(args: list[str]) -> int:
         return 0
     try:
         run, options = parse(args)
-        _answer_interrupts()
+        answer_interrupts()
         return run(options) or 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _answer_interrupts() -> None:
+def answer_interrupts() -> None:
     """From here on Ctrl-C is an exception, which commands keep their results from."""
     current: Any = signal.getsignal(signal.SIGINT)
     if current is _leave:

@@ -90,7 +90,7 @@ def next_commands(folder: Path, heads: Heads, base: FrozenBase, prompts: str | N
     fitting = formats(heads, base)
     if fitting:
         out = shlex.quote(str(folder.parent / fitting[0]))
-        commands.append(f"mtp-decode export --heads {name} --format {fitting[0]} --out {out}")
+        commands.append(f"mtp-decode export --heads {name} --format {fitting[0]} --output {out}")
     return [*commands, f"mtp-decode push --heads {name} --repo you/{shlex.quote(folder.parent.name)}"]
 
 

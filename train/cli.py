@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import decode.cli
 from mtp.errors import UserError
+from mtp.suggest import did_you_mean
 from train.interrupt import Interrupted, command_line
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -31,13 +33,14 @@ COMMANDS = {
     "inspect": Command("train.inspect_cli", "run_inspect", "look at a config's data without training"),
     "regenerate": Command("train.regenerate_cli", "run_regenerate", "the base answers prompts: training data", True),
     "compare": Command("train.compare_cli", "run_compare", "train several configs and compare them", True),
+    "completion": Command("train.help", "run_completion", "completion for bash and zsh"),
 }
-FIT = Command("train.fit", "run_fit", "train")
+FIT = Command("train.fit", "fit", "train")
 
 
 def entry() -> None:
     """The console script."""
-    sys.exit(main())
+    decode.cli.entry(main)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -65,12 +68,28 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def run(arguments: list[str]) -> int:
     """Run the command that the first argument names, or train; returns the exit code."""
-    command, rest = FIT, arguments
-    if arguments and arguments[0] in COMMANDS:
-        command, rest = COMMANDS[arguments[0]], arguments[1:]
+    if not arguments:
+        raise UserError("--config is missing; name a YAML file such as configs/demo.yaml, or see mtp-train --help.")
+    first, rest = arguments[0], arguments[1:]
+    command = COMMANDS.get(first)
+    if command is None:
+        if not first.startswith("-") and not first.endswith((".yaml", ".yml")):
+            raise UserError(f"the command is {first!r}; {did_you_mean(first, COMMANDS)}")
+        if {"-h", "--help", "--help-all"} & set(arguments):
+            show_help("--help-all" in arguments)
+            return 0
+        command, rest = FIT, arguments
     function: Any = getattr(import_module(command.module), command.function)
+    decode.cli.answer_interrupts()
     code = function(rest)
     return code if isinstance(code, int) else 0
+
+
+def show_help(every_key: bool) -> None:
+    """`mtp-train --help`, or `--help-all`."""
+    from train.help import full_help, short_help
+
+    print(full_help() if every_key else short_help(), end="")
 
 
 def farewell(stop: KeyboardInterrupt, arguments: Sequence[str]) -> str:

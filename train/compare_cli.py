@@ -23,6 +23,7 @@ from train.compare_measure import SEED, TEMPERATURES, Results, measure_all, sett
 from train.compare_picture import draw
 from train.compare_table import console_tables, footer, markdown, row, with_block
 from train.console import load_base
+from train.help import command_parser, read_options
 from train.options import BaseOptions
 
 PICTURE = Path("train/pictures/compare.png")  # of a README, beside it
@@ -30,11 +31,14 @@ PICTURE = Path("train/pictures/compare.png")  # of a README, beside it
 
 def compare_parser() -> ArgumentParser:
     """Options of `mtp-train compare`."""
-    parser = ArgumentParser(
-        prog="mtp-train compare",
-        description="Trains each config of a folder on the same data, decodes with each, and writes compare.md, .json "
-        "and .png. Resumes where it stopped: what is trained or measured is not done again.",
-        exit_on_error=False,
+    parser = command_parser(
+        "compare",
+        "Trains each config of a folder on the same data, decodes with each, and writes compare.md, .json and .png. "
+        "Resumes where it stopped: what is trained or measured is not done again.",
+        (
+            "--prompts configs/prompts/demo_heldout.jsonl",
+            "--configs configs/compare --out runs/compare --prompts P.jsonl --set trainer.max_steps=100",
+        ),
     )
     add = parser.add_argument
     add("--configs", type=Path, default=Path("configs/compare"), help="folder of YAML files, one per architecture")
@@ -50,7 +54,7 @@ def compare_parser() -> ArgumentParser:
 
 def run_compare(arguments: list[str]) -> None:
     """`mtp-train compare`."""
-    options = compare_parser().parse_args(arguments)
+    options = read_options(compare_parser(), arguments)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True, markup=False)
     prompts = read_prompts(options.prompts, options.limit)
     request = Request(max_new_tokens=options.max_new_tokens, seed=SEED)

@@ -29,7 +29,6 @@ from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, StopBetw
 from train.data import ChatDataModule
 from train.disk import check_disk, estimate_disk
 from train.given import check_given, explain
-from train.help import show_help
 from train.interrupt import command_line, resuming, told
 from train.module import HeadsModule
 from train.prepare import prepare
@@ -127,14 +126,6 @@ def plain(config: Any) -> Any:
     if isinstance(config, list | tuple):
         return [plain(value) for value in config]
     return config if isinstance(config, bool | int | float | str) or config is None else str(config)
-
-
-def run_fit(arguments: list[str]) -> None:
-    """`mtp-train --config …`."""
-    if not arguments or {"-h", "--help", "--help-all"} & set(arguments):
-        show_help("--help-all" in arguments)
-        return
-    fit(arguments)
 
 
 def fit(arguments: list[str]) -> Path:

@@ -14,7 +14,8 @@ import yaml
 
 from mtp.errors import UserError
 from mtp.suggest import nearest
-from train.schema import Key, as_yaml, groups, in_words
+from train.schema import Key, groups
+from train.words import as_yaml, type_in_words
 
 
 class Given(NamedTuple):
@@ -38,7 +39,7 @@ def check_given(arguments: Sequence[str], keys: Mapping[str, Key], options: Coll
                 raise UserError(unknown(one, keys, options))
         elif one.value is None and not key.nullable:
             remedy = "give a value" if key.default is ... else f"remove it for the default, {as_yaml(key.default)}"
-            raise UserError(f"{one.key} is null ({one.where}); allowed is {in_words(key.hint)}: {remedy}.")
+            raise UserError(f"{one.key} is null ({one.where}); allowed is {type_in_words(key.hint)}: {remedy}.")
     return given
 
 
@@ -176,7 +177,7 @@ def explain(error: ArgumentError, given: Sequence[Given], keys: Mapping[str, Key
         ]
         meant = nearest(str(one.value), choices)
         remedy = f"did you mean {meant}?" if meant else f"the default is {as_yaml(key.default)}."
-        return f"{one.key} is {one.value!r} ({one.where}); allowed is {in_words(key.hint)}: {remedy}"
+        return f"{one.key} is {one.value!r} ({one.where}); allowed is {type_in_words(key.hint)}: {remedy}"
     missing = re.search(r"required: ([\w., ]+)", text)
     if missing:
         return f"{missing[1]} is missing; give it in the file, or as --{missing[1].split(',')[0]} VALUE."

@@ -13,6 +13,24 @@ from mtp.embedded import default_home
 from train.fit import TrainCLI, parse, quiet_lightning
 from train.inspect import coloured, inspect_data, lines
 
+HELP = """usage: mtp-train inspect --config FILE [options]
+
+examples:
+  mtp-train inspect --config configs/demo.yaml
+  mtp-train inspect --config configs/demo.yaml --count 8
+  mtp-train inspect --config configs/demo.yaml --data.train mine.jsonl
+
+What a config will train on: records, lengths, the mask on some examples, and what
+a draft vocabulary covers; without the base's weights.
+
+options:
+  --config FILE  YAML, as for training; --KEY VALUE changes any key of it
+  --count N      examples to show (default: 3)
+  --json         the last line of stdout is one JSON document
+
+exit codes: 0 done, 2 bad input or nothing to learn, 130 interrupted
+"""
+
 
 class InspectCLI(TrainCLI):
     """The same configuration, of which only the data are made: no base, no trainer, no run."""
@@ -31,6 +49,9 @@ class InspectCLI(TrainCLI):
 
 def run_inspect(arguments: list[str]) -> None:
     """`mtp-train inspect`."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(HELP, end="")
+        return
     quiet_lightning()
     cli = parse(arguments, InspectCLI)
     data, count = cli.datamodule, cli.config["count"]

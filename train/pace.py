@@ -1,7 +1,7 @@
 """How long training takes: what was measured so far, and what is left of it.
 
-Knows: seconds per optimiser step and per validation, and how to say a time. Refuses to know: what a step is made of, and
-who shows it.
+Knows: seconds per optimiser step and per validation, and how to say a time. Refuses to know: what a step is made of,
+and who shows it.
 """
 
 import math

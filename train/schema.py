@@ -1,15 +1,13 @@
 """Every key that a config may hold, with its type, default and help: one list for messages, help and tests.
 
-Knows: the classes that `mtp-train` is configured by, and how to say a type in words. Refuses to know: what keys do, and
-where values come from.
+Knows: the classes that `mtp-train` is configured by. Refuses to know: what keys do, and where values come from.
 """
 
 import dataclasses
 import inspect
-import types
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import lightning
 from docstring_parser import parse
@@ -27,9 +25,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,  # the loaders know their rank
     "enable_model_summary": False,
 }
-OWN = ("trainer.logger", "trainer.enable_progress_bar")  # that a run decides by itself
 SEED_HELP = "seed of weights, order and draws; true picks one"
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 class Key(NamedTuple):
@@ -49,7 +45,7 @@ def schema() -> Mapping[str, Key]:
     """All keys, dotted, in the order of their classes."""
     keys = {"seed_everything": Key(bool | int, 0, SEED_HELP)}
     keys |= _of("run", RunOptions) | _of("model", HeadsModule) | _of("data", ChatDataModule)
-    trainer = {name: key for name, key in _of("trainer", lightning.Trainer).items() if name not in OWN}
+    trainer = _of("trainer", lightning.Trainer)
     for name, default in TRAINER_DEFAULTS.items():
         trainer[f"trainer.{name}"] = trainer[f"trainer.{name}"]._replace(default=default)
     return keys | trainer
@@ -74,34 +70,3 @@ def _of(prefix: str, cls: type) -> dict[str, Key]:
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         found[key] = Key(hint, default, " ".join(told.get(name, "").split()))
     return found
-
-
-def in_words(hint: Any) -> str:
-    """What values a type allows, in words for people."""
-    if hint in _WORDS:
-        return _WORDS[hint]
-    kind, arguments = get_origin(hint), get_args(hint)
-    if kind in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(in_words(one) for one in arguments))
-    if kind is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if kind is tuple and ... not in arguments:
-        return f"a list of {len(arguments)}: {', '.join(in_words(one) for one in arguments)}"
-    if kind in (list, tuple):
-        return f"a list, each {in_words(arguments[0])}"
-    if kind is dict:
-        return f"a mapping from {in_words(arguments[0])} to {in_words(arguments[1])}"
-    if dataclasses.is_dataclass(hint):
-        return f"a mapping with {', '.join(field.name for field in dataclasses.fields(hint))}"
-    return f"a {getattr(hint, '__name__', str(hint))}"
-
-
-def as_yaml(value: Any) -> str:
-    """A default as it stands in YAML."""
-    if value is ...:
-        return "none, it must be given"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(as_yaml, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
