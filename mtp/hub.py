@@ -119,8 +119,8 @@ def load_heads(folder: Path) -> Heads:
         raise UserError(f"{path}: its draft vocabulary is not the one of draft_vocab_hash in {CONFIG}; copy it again.")
     if settings is not None and settings != settings_hash(document):
         raise UserError(
-            f"{folder / CONFIG} was edited: its {SETTINGS} is of other settings. Only base.name and base.revision may be "
-            "changed; copy the file again, or train heads with the settings that you want."
+            f"{folder / CONFIG} was edited: its {SETTINGS} is of other settings. Only base.name and base.revision may "
+            "be changed; copy the file again, or train heads with the settings that you want."
         )
     return heads
 
