@@ -24,7 +24,7 @@ class LastCheckpoint(ModelCheckpoint):
     """`checkpoints/last.ckpt`, replaced as a whole every so many optimiser steps and at the end of training."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        self.path = folder / "checkpoints" / "last.ckpt"
+        self.path, self.every = folder / "checkpoints" / "last.ckpt", every
         super().__init__(
             dirpath=self.path.parent,
             filename=self.path.stem,
@@ -39,14 +39,19 @@ class LastCheckpoint(ModelCheckpoint):
         trainer.save_checkpoint(self.path)  # the steps since the last interval count too
 
 
+def _fitting(trainer: lightning.Trainer) -> bool:
+    return trainer.state.fn == "fit" and not trainer.sanity_checking
+
+
 class StopBetweenSteps(lightning.Callback):
     """The first Ctrl-C in training lets the step end and saves it; the second, and one in validation, stops at once.
 
-    Several processes stop at once as well: they would not all be in the same step. `path`: of the checkpoint.
+    Before a validation, which may take long, the steps are saved too. Several processes stop at once always: they would
+    not all be in the same step. `last`: whose file is written.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self._step, self._saved = path, 0, False
+    def __init__(self, last: LastCheckpoint, say: Callable[[str], None]) -> None:
+        self.last, self._step, self._saved = last, 0, False
         self.patience = Patience(lambda: say("Ctrl-C: this step is finished and saved first; again: stop at once"))
 
     def _hold(self, trainer: lightning.Trainer) -> None:
@@ -61,7 +66,7 @@ class StopBetweenSteps(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step > self._step and self.patience.asked:
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.last.path)
             self._saved = True
         self._step = trainer.global_step
 
@@ -72,10 +77,12 @@ class StopBetweenSteps(lightning.Callback):
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._stop_if_saved()
+        if _fitting(trainer) and trainer.global_step % self.last.every:
+            trainer.save_checkpoint(self.last.path)
         self.patience.release()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if _fitting(trainer):
             self._hold(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -116,7 +123,7 @@ class ExportHeads(lightning.Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(pl_module, HeadsModule)
-        if trainer.sanity_checking or trainer.state.fn != "fit":
+        if not _fitting(trainer):
             return
         decoded = pl_module.latest.get(DECODED, 0.0)
         if decoded > self.longest.get(DECODED, 0.0):

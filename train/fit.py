@@ -29,7 +29,7 @@ from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, StopBetw
 from train.data import ChatDataModule
 from train.disk import check_disk, estimate_disk
 from train.given import check_given, explain
-from train.interrupt import command_line, resuming, told
+from train.interrupt import command_line, handler_kept, resuming, told
 from train.module import HeadsModule
 from train.prepare import prepare
 from train.progress import TrainingProgress
@@ -71,7 +71,7 @@ class TrainCLI(LightningCLI):
         last = LastCheckpoint(self.folder, options.checkpoint_every)
         ours = [
             last,
-            StopBetweenSteps(last.path, self.progress.say),
+            StopBetweenSteps(last, self.progress.say),
             self.export,
             ConsoleReport(self.console),
             self.tally,
@@ -151,7 +151,8 @@ def fit(arguments: list[str]) -> Path:
 def train(cli: TrainCLI, checkpoint: Path | None) -> None:
     """The steps, from the first or from a checkpoint."""
     try:
-        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
+        with handler_kept():
+            cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
     except SystemExit:
         if cli.trainer.interrupted:  # Lightning turns Ctrl-C into an exit
             raise KeyboardInterrupt from None

@@ -45,6 +45,17 @@ def told(advice: Callable[[], str]) -> Iterator[None]:
         raise Interrupted(advice()) from None
 
 
+@contextmanager
+def handler_kept() -> Iterator[None]:
+    """Lightning ignores Ctrl-C for good once it has seen one; afterwards it is answered as before."""
+    before: Any = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
 class Patience:
     """While it is held, the first Ctrl-C is remembered as `asked`; the second interrupts at once.
 
