@@ -1,5 +1,5 @@
-"""mtp/heads/README.md, followed to the letter: a copy of the project gets a new kind, which then passes the tests of all
-kinds, is trained from the command line, decodes losslessly, and is saved and loaded."""
+"""mtp/heads/README.md, followed to the letter: a copy of the project gets a new kind, which then passes the tests of
+all kinds, is trained from the command line, decodes losslessly, and is saved and loaded."""
 
 import os
 import re
@@ -7,8 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
+
+from mtp.config import Kind
+from mtp.heads import build_heads
+from tests.mtp.heads_toys import toy_heads
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "mtp" / "heads" / "README.md").read_text(encoding="utf-8")
@@ -73,20 +79,7 @@ def test_the_commands_of_the_guide_are_those_of_the_project() -> None:
 
 def test_a_kind_without_its_file_is_found_out() -> None:
     """What the guide asks for in two places cannot be half done unseen."""
-    from typing import get_args
-
-    from mtp.config import Kind
-    from tests.mtp.heads_toys import toy_heads
-
     for kind in get_args(Kind):
         assert type(toy_heads(kind)).__name__ == f"{kind.capitalize()}Heads"
     with pytest.raises(ModuleNotFoundError):
-        toy_config_of_nothing()
-
-
-def toy_config_of_nothing() -> None:
-    from types import SimpleNamespace
-
-    from mtp.heads import build_heads
-
-    build_heads(SimpleNamespace(kind="nothing"))  # type: ignore[arg-type]
+        build_heads(SimpleNamespace(kind="nothing"))  # type: ignore[arg-type]

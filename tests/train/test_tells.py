@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from decode.parser import COMMANDS as DECODE_COMMANDS
 from decode.parser import parse
@@ -18,7 +20,8 @@ from mtp.hub import load_heads
 from tests.train.runs import job, read_metrics
 from train import disk as disk_module
 from train.briefing import acceptance_table, steps_in_words, time_in_words
-from train.cli import COMMANDS, farewell, main
+from train.cli import COMMANDS, entry, farewell, main
+from train.console import COLUMNS
 from train.disk import Disk, check_disk, estimate_disk, size
 from train.help import short_help
 from train.interrupt import Interrupted, command_line, resuming
@@ -274,3 +277,30 @@ def test_completion_knows_commands_and_keys(capsys: pytest.CaptureFixture[str]) 
     assert "inspect regenerate compare" in script
     assert "--model.heads.draft_length" in script
     assert script.endswith("mtp-train\n")
+
+
+def test_bars_fit_in_60_columns_and_any_encoding() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True)
+    console = Console(file=out, width=60, force_terminal=True, color_system=None, legacy_windows=False)
+    with Progress(*COLUMNS[:-1], console=console, auto_refresh=False) as bar:
+        task = bar.add_task("training, 3 h 20 min left", total=20_000)
+        bar.update(task, completed=1234)
+        bar.refresh()
+    shown = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", raw.getvalue().decode("ascii"))
+    lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert lines
+    assert all(len(line) <= 60 for line in lines)
+    assert any("1234/20000" in line and "training, 3 h 20 min left" in line for line in lines)
+
+
+def test_signs_that_a_terminal_lacks_are_spelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="latin-1", errors="strict", write_through=True))
+    monkeypatch.setattr("sys.argv", ["mtp-train", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        entry()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert stop.value.code == 0
+    print("α ⟦é⟧ ×", end="")
+    assert raw.getvalue().decode("latin-1").endswith("alpha [[é]] ×")
