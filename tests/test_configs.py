@@ -109,7 +109,6 @@ def test_every_key_is_explained_with_its_true_default(name: str) -> None:
 
 def test_a_missing_comment_and_a_wrong_default_are_found() -> None:
     text = Path("configs/demo.yaml").read_text()
-    assert faults(text.replace("default adamw", "")) == faults(text)
     assert faults(re.sub(r"(  lr: \S+).*", r"\1", text)) == ["model.optimizer.lr: no comment with a default"]
     assert faults(text.replace("default 512", "default 511")) == ["data.max_length: its default is 512"]
 

@@ -4,6 +4,7 @@ Knows: how to say it within 60 columns. Refuses to know: how any of it is measur
 """
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from train.disk import Disk, size
 from train.pace import Pace, in_words
 from train.report import DataReport
 
+WIDTH, INDENT = 60, " " * 10
 HELD_OUT = Path("configs/prompts/demo_heldout.jsonl")
 
 
@@ -39,14 +41,15 @@ def steps_in_words(steps: float, done: int, rows: int, epoch: float) -> str:
     """steps: of the whole run; rows: in a step; epoch: steps in one."""
     first = "no end" if steps == float("inf") else f"{steps:,.0f}"
     rest = f", {done:,} done" if done else ""
-    epochs = f" = {steps / epoch:.2g} epochs" if 0 < epoch < float("inf") and steps < float("inf") else ""
+    epochs = f" = {steps / epoch:,.1f} epochs" if 0 < epoch < float("inf") and steps < float("inf") else ""
     return f"{first} of {rows} rows{epochs}{rest}"
 
 
 def disk_in_words(disk: Disk, told: str) -> str:
     """The whole, and its parts on a line below."""
     parts = {"checkpoint": disk.checkpoint, "heads": disk.heads, "features": disk.features, "records": disk.records}
-    return told + "\n          " + ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+    listed = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+    return f"{told}\n{textwrap.fill(listed, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)}"
 
 
 def time_in_words(pace: Pace, steps: float, validations: float, limit: float | None) -> str:
@@ -54,7 +57,7 @@ def time_in_words(pace: Pace, steps: float, validations: float, limit: float | N
     left, step = pace.left(steps, validations), pace.per_step
     if left is None or step is None:
         return "  time    known after the first steps"
-    how = "measured" if pace.sure else "guessed from one pass, a cold one"
+    how = "measured" if pace.sure else "guessed"  # from one pass, a cold one
     lines = [f"  time    about {in_words(min(left, limit or left))} left: {in_words(step)} a step, {how}"]
     if limit is not None and limit < left:
         lines.append(f"          trainer.max_time ends it before {steps:,.0f} more steps")

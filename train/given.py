@@ -148,7 +148,8 @@ def unknown(one: Given, keys: Collection[str], options: Collection[str] = ()) ->
     said = one.where if flag and one.where == f"--{one.key}" else f"{one.key} ({one.where})"
     if meant is not None:
         return f"{said} does not exist; did you mean {'--' * flag}{meant}?"
-    siblings = [key for key in keys if key.rpartition(".")[0] == one.key.rpartition(".")[0]]
+    group = one.key.rpartition(".")[0]
+    siblings = [key for key in keys if group and key.rpartition(".")[0] == group]
     remedy = f"allowed are {', '.join(siblings)}." if siblings else "mtp-train --help-all lists every key."
     return f"{said} does not exist; {remedy}"
 

@@ -15,7 +15,9 @@ from rich.progress import Progress
 
 from decode.parser import COMMANDS as DECODE_COMMANDS
 from decode.parser import parse
+from mtp.base import FrozenBase
 from mtp.errors import UserError
+from mtp.formats.catalogue import FORMATS
 from mtp.hub import load_heads
 from tests.train.runs import job, read_metrics
 from train import disk as disk_module
@@ -68,8 +70,8 @@ def test_the_estimate_of_the_disk_is_near(told: tuple[Path, list[str]]) -> None:
     heads = load_heads(run / "heads")
     numbers = sum(p.numel() for p in heads.parameters()), sum(b.numel() * b.element_size() for b in heads.buffers())
     found = estimate_disk(*numbers, states=2, rows=STEPS + 2, draft_length=2)
-    assert (run / "checkpoints" / "last.ckpt").stat().st_size == pytest.approx(found.checkpoint, rel=0.3, abs=20_000)
-    assert (run / "heads" / "model.safetensors").stat().st_size == pytest.approx(found.heads, rel=0.1, abs=4_000)
+    assert (run / "checkpoints" / "last.ckpt").stat().st_size == pytest.approx(found.checkpoint, rel=0.3)
+    assert (run / "heads" / "model.safetensors").stat().st_size == pytest.approx(found.heads, rel=0.1)
     (csv,) = run.glob("csv/*/metrics.csv")
     assert csv.stat().st_size < found.records
 
@@ -86,8 +88,9 @@ def test_the_end_shows_the_table_and_commands_that_work(told: tuple[Path, list[s
         assert words[words.index("--heads") + 1] == str(run / "heads")
         if words[1] in DECODE_COMMANDS:
             parse(words[1:])  # UserError for an option that does not exist
-    export = commands[3]
-    assert export[export.index("--format") + 1] == "eagle3"
+    chosen = FORMATS[commands[3][commands[3].index("--format") + 1]]
+    heads, base = load_heads(run / "heads"), FrozenBase.from_pretrained(str(run.parent.parent / "llama"), device="cpu")
+    assert chosen.fault(heads, base) is None, "the format that is named can express these heads"
 
 
 def test_a_quiet_run_says_where_the_heads_are_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +105,7 @@ def test_the_table_and_steps_in_words() -> None:
     assert acceptance_table({}, 2) == []
     lines = acceptance_table({"val/alpha/1": 0.5, "val/cumulative/1": 0.5, "decode/accepted/1": math.nan}, 1)
     assert lines[1].split() == ["1", "0.500", "0.500", "-"]
-    assert steps_in_words(100, 40, 8, 50) == "100 of 8 rows = 2 epochs, 40 done"
+    assert steps_in_words(100, 40, 8, 50) == "100 of 8 rows = 2.0 epochs, 40 done"
     assert steps_in_words(math.inf, 0, 8, 50) == "no end of 8 rows"
 
 
