@@ -16,6 +16,8 @@ from rich.console import Console
 from mtp.hub import save_heads
 from train.interrupt import Patience
 from train.module import HeadsModule
+from train.pace import in_words
+from train.progress import TrainingProgress
 from train.run import read_record, write_outcome
 from train.summary import DECODED, MONITOR, best_line, doubt
 
@@ -168,7 +170,7 @@ class ConsoleReport(lightning.Callback):
         self.console.print(
             f"step {trainer.global_step}: loss {latest.get('train/loss', float('nan')):.3f} "
             f"(val {latest['val/loss']:.3f}), α {alpha}, acceptance length implied {latest[MONITOR]:.2f}{decoded}, "
-            f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s",
+            f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s{_left(trainer)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -176,6 +178,15 @@ class ConsoleReport(lightning.Callback):
             if isinstance(export, ExportHeads) and export.metrics.get("step") == trainer.global_step:
                 for line in export.verdict()[1:]:
                     self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def _left(trainer: lightning.Trainer) -> str:
+    """How long the rest of training takes, where that is known."""
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(one, TrainingProgress) and trainer.state.fn == "fit":
+            left = one.seconds_left(trainer)
+            return "" if left is None else f", {in_words(left)} left"
+    return ""
 
 
 class Tally(lightning.Callback):

@@ -61,21 +61,28 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         """The trainer with this run's folder, loggers and callbacks."""
         options: RunOptions = self.config_init["run"]
+        given = self.config_init["trainer"]
+        if given["logger"]:
+            raise UserError(
+                "trainer.logger is given, and a run attaches its own: remove it, and see run.wandb_project; metrics.csv "
+                "is written in any case."
+            )
         if options.verbosity == "verbose":
             quiet_lightning(logging.INFO)
         self.console = Console(quiet=not first_process() or options.verbosity == "quiet")
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
-        self.progress = TrainingProgress(self.console, interactive() and options.verbosity != "quiet")
+        watched = interactive() and options.verbosity != "quiet" and given["enable_progress_bar"] is not False
+        self.progress = TrainingProgress(self.console, watched)
         self.progress.brief = self.brief
         last = LastCheckpoint(self.folder, options.checkpoint_every)
         ours = [
             last,
             StopBetweenSteps(last, self.progress.say),
             self.export,
+            self.progress,
             ConsoleReport(self.console),
             self.tally,
-            self.progress,
         ]
         with self.no_empty_run():
             return super().instantiate_trainer(

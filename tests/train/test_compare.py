@@ -17,6 +17,7 @@ from mtp.errors import UserError
 from tests.train.runs import job, train
 from train import compare, compare_measure, compare_picture, compare_table
 from train.cli import main
+from train.compare_cli import held
 from train.module import HeadsModule
 
 KINDS = ("medusa", "recurrent")
@@ -323,3 +324,13 @@ def test_names_in_the_picture_keep_apart() -> None:
     assert sum(places[:3]) == pytest.approx(6.1)
     chained = compare_picture.spread([0.0, 0.9, 1.8, 1.8], 1.0)
     assert min(b - a for a, b in zip(chained, chained[1:], strict=False)) == pytest.approx(1.0)
+
+
+def test_two_comparisons_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configs(tmp_path)
+    with held(tmp_path / "out"):
+        assert main(command(tmp_path)) == 2
+    assert "is being written by another comparison; wait for it" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "medusa").exists()
+    with held(tmp_path / "out"):
+        pass  # it is free again
