@@ -64,8 +64,8 @@ class TrainCLI(LightningCLI):
         given = self.config_init["trainer"]
         if given["logger"]:
             raise UserError(
-                "trainer.logger is given, and a run attaches its own: remove it, and see run.wandb_project; metrics.csv "
-                "is written in any case."
+                "trainer.logger is given, and a run attaches its own: remove it; see run.wandb_project, and the run's "
+                "metrics.csv, which is always written."
             )
         if options.verbosity == "verbose":
             quiet_lightning(logging.INFO)
