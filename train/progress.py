@@ -61,8 +61,10 @@ class TrainingProgress(lightning.Callback):
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """The module has measured a pass by now."""
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Before the first one, of a resumed run too: the module has measured a pass by now."""
         if self._told or not trainer.is_global_zero:
             return
         assert isinstance(pl_module, HeadsModule)
