@@ -32,14 +32,14 @@ Train heads on a frozen base from one YAML file.
 """
 OPTIONS = """
 options
-  --config FILE       YAML; repeat it to lay one file over another
-  --KEY VALUE         changes any key of it, such as --model.heads.draft_length 4
-  --ckpt_path FILE    goes on from a checkpoint: runs/NAME/checkpoints/last.ckpt
-  --quiet, --verbose  fewer words; or what Lightning says, too (run.verbosity)
-  --print_config      prints every key as it would be used, and ends
-  --help-all          explains every key
+  --config FILE       YAML; repeat it: one file over another
+  --KEY VALUE         any key of it: --model.heads.kind medusa
+  --ckpt_path FILE    go on from runs/X/checkpoints/last.ckpt
+  --quiet, --verbose  fewer words or more (run.verbosity)
+  --print_config      print every key as it would be used
+  --help-all          explain every key
 
-exit codes: 0 done, 2 bad input, 130 interrupted (Ctrl-C; the way to go on is printed)
+exit codes: 0 done, 2 bad input, 130 interrupted
 """
 USUAL = (
     "model.base.name",
@@ -110,12 +110,12 @@ def run_completion(arguments: Sequence[str]) -> None:
 
 def short_help() -> str:
     """What most people want to know."""
-    commands = "".join(f"  mtp-train {name:<12}{command.about}\n" for name, command in COMMANDS.items())
-    return f"{EXAMPLES}\ncommands (each has --help)\n{commands}\nkeys most often set\n{_names()}{OPTIONS}"
+    commands = "".join(f"  {name:<12}{command.about}\n" for name, command in COMMANDS.items())
+    return f"{EXAMPLES}\ncommands: mtp-train COMMAND --help\n{commands}\nkeys most often set\n{_names()}{OPTIONS}"
 
 
 def _names() -> str:
-    return textwrap.fill(", ".join(USUAL), 76, initial_indent="  ", subsequent_indent="  ") + "\n"
+    return textwrap.fill(", ".join(USUAL), 60, initial_indent="  ", subsequent_indent="  ") + "\n"
 
 
 def full_help() -> str:

@@ -226,6 +226,7 @@ def test_ctrl_c_keeps_every_step_and_the_printed_command_ends_the_same(
     command = shlex.split(error.splitlines()[-1])
     assert command[-1] == str(checkpoint)
     assert main(command[1:]) == 0
+    assert re.search(rf"steps   7 of 4 rows = .* epochs, {saved} done", capsys.readouterr().out)
     ended = torch.load(checkpoint, weights_only=True)
     assert ended["global_step"] == 7
     assert all(torch.equal(tensor, ended["state_dict"][name]) for name, tensor in whole.items())
@@ -247,9 +248,10 @@ def test_help_is_short_has_examples_first_and_names_every_command(capsys: pytest
     assert text == short_help()
     assert text.index("mtp-train --config configs/demo.yaml") < text.index("options")
     assert len(text.splitlines()) < 50
+    assert all(len(line) <= 60 or line.startswith("  mtp-train ") for line in text.splitlines()), "but for examples"
     assert "exit codes: 0 done, 2 bad input, 130 interrupted" in text
     for name in COMMANDS:
-        assert f"mtp-train {name} " in text
+        assert f"\n  {name} " in text
         assert main([name, "--help"]) == 0
         told = capsys.readouterr().out
         assert told.index(f"mtp-train {name}") < told.index("xit codes")
