@@ -27,8 +27,9 @@ from train.schema import schema
 from train.words import as_yaml
 
 EMBEDDED = "smollm2-135m"
-ALL = sorted(Path("configs").glob("*.yaml"))
-BASES = {path: yaml.safe_load(path.read_text())["model"]["base"]["name"] for path in ALL}
+FILES = {path: yaml.safe_load(path.read_text()) for path in sorted(Path("configs").glob("*.yaml"))}
+BASES = {path: keys["model"]["base"]["name"] for path, keys in FILES.items() if "model" in keys}  # a sweep has none
+ALL = list(BASES)
 CONFIGS = [path for path in ALL if BASES[path] == EMBEDDED] + sorted(Path("configs/compare").glob("*.yaml"))
 ON_HUB = [path for path in ALL if BASES[path] != EMBEDDED]
 COMMENTED = ("demo", "smollm2-medusa", "smollm2-recurrent", "qwen3-0.6b", "llama-3.2-1b", "qwen3-8b-one-gpu")
