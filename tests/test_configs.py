@@ -58,7 +58,7 @@ SIZES: dict[str, tuple[str, int, dict[str, Any]]] = {  # architecture, published
         8_030_261_248,
         _LLAMA3 | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
     ),
-    "meta-llama/Llama-3.3-70B-Instruct": (
+    "meta-llama/Llama-3.1-70B-Instruct": (
         "llama",
         70_553_706_496,
         _LLAMA3 | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
