@@ -41,7 +41,7 @@ for settings in ({}, {"temperature": 1.0, "seed": 3, "reproducible": True}):
     drafted = decoder.generate("what is 3 and 4?", max_new_tokens=24, **settings)
     plain = decoder.generate("what is 3 and 4?", max_new_tokens=24, draft_length=0, **settings)
     assert drafted.token_ids == plain.token_ids, settings
-    assert drafted.stats.steps < drafted.stats.committed or settings, "some drafts are kept"
+    assert drafted.stats.drafted > 0 == plain.stats.drafted, "the one drafts, the other does not"
 print("all is well")
 """
 
@@ -64,7 +64,7 @@ def test_the_guide_adds_an_architecture(tmp_path: Path) -> None:
     (tmp_path / "mtp" / "heads" / "gru.py").write_text(module, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WANDB_MODE": "disabled"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.endswith("all is well\n")
