@@ -46,12 +46,14 @@ print("all is well")
 """
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+def blocks(language: str) -> list[str]:
+    """The contents of fenced blocks of a language, in order; "" are those without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
 
 
 def test_the_guide_adds_an_architecture(tmp_path: Path) -> None:
-    word, module = blocks()
+    word, module = blocks("python")
     assert 60 <= len(module.splitlines()) <= 100, "one file, about 100 lines"
     for package in ("mtp", "decode", "train", "tests"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "pictures"))
@@ -71,7 +73,7 @@ def test_the_guide_adds_an_architecture(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_the_guide_are_those_of_the_project() -> None:
-    lines = [line for block in re.findall(r"```\n(.*?)```", GUIDE, flags=re.DOTALL) for line in block.splitlines()]
+    lines = [line for block in blocks("") for line in block.splitlines()]
     assert [line.split()[0] for line in lines] == ["python", "mtp-train", "mtp-decode"]
     for path in re.findall(r"(?:tests|configs|mtp)/[\w/.]+\.(?:py|yaml)", GUIDE):
         assert (ROOT / path).is_file() or path == "mtp/heads/gru.py", path
