@@ -32,7 +32,7 @@ def briefing(heads: Heads, base: FrozenBase, report: DataReport, plan: str, memo
         f"          {base.num_layers} layers, {str(base.dtype).removeprefix('torch.')}, {base.device}, frozen",
         f"  data    {report.kept:,} records, {report.supervised_tokens:,} supervised tokens",
         f"  steps   {plan}",
-        f"  memory  {memory}",
+        f"  memory  {memory.removeprefix('memory: ')}",
         f"  disk    {disk}",
     ]
 

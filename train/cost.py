@@ -97,5 +97,4 @@ def check_memory(memory: Memory, batch_size: int, length: int, free: int | None)
             f"data.batch_size {batch_size} × data.max_length {length} needs about {needed / 1e9:.1f} GB of memory and "
             f"{free / 1e9:.1f} GB are free; {remedy}."
         )
-    room = "" if free is None else f" of {free / 1e9:.1f} GB free"
-    return f"about {needed / 1e9:.1f} GB{room} ({batch_size} × {length} tokens)"
+    return f"memory: about {needed / 1e9:.1f} GB at {batch_size} × {length} tokens"

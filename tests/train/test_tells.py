@@ -57,7 +57,7 @@ def test_the_summary_comes_before_the_first_step_and_is_true(told: tuple[Path, l
     assert "drafting 40 of 64 tokens" in summary
     assert "28 records" in summary
     assert f"steps   {STEPS} of 4 rows" in summary
-    assert re.search(r"memory  about \d+\.\d GB of \d+\.\d GB free", summary)
+    assert re.search(r"memory  about \d+\.\d GB at 4 × \d+ tokens", summary)
     assert re.search(r"disk    about \d+ [kM]B of \d+\.\d GB free\n +checkpoint .*heads ", summary)
     assert re.search(r"time    about [\d.]+ \w+ left: [\d.]+ m?s a step, guessed", summary)
     measured = [line for line in lines[first:] if line.endswith("measured") and "time " in line]
