@@ -33,8 +33,8 @@ Train heads on a frozen base from one YAML file.
 OPTIONS = """
 options
   --config FILE       YAML; repeat it: one file over another
-  --KEY VALUE         any key of it: --model.heads.kind medusa
-  --ckpt_path FILE    go on from runs/X/checkpoints/last.ckpt
+  --KEY VALUE         any key: --model.heads.kind medusa
+  --ckpt_path FILE    from runs/X/checkpoints/last.ckpt on
   --quiet, --verbose  fewer words or more (run.verbosity)
   --print_config      print every key as it would be used
   --help-all          explain every key
