@@ -9,25 +9,26 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 CHECK_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _SPELT = {
     "×": "x", "…": "...", "–": "-", "—": "-", "·": "*", "“": '"', "”": '"', "’": "'", "→": "->", "±": "+-", "∞": "inf",
     "Σ": "sum", "α": "alpha", "τ": "tau", "≤": "<=", "≥": ">=", "−": "-", "‘": "'", "½": "1/2", "␣": "_", "□": "?",
+    "⟦": "[[", "⟧": "]]",
 }  # fmt: skip
 
 
-def entry() -> None:
-    """The console script."""
+def entry(run: Callable[[], int] | None = None) -> None:
+    """The console script: of this program, or of one with another `run`."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for a job in the background of a script
         signal.signal(signal.SIGINT, _leave)  # while modules are loaded there is nothing to keep, and much to break
     codecs.register_error("spelt", _spelt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows what is like it
             stream.reconfigure(errors="spelt")
-    code = main()
+    code = (run or main)()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's own end is no place for a traceback
     sys.exit(code)
 
@@ -74,14 +75,14 @@ def _run(args: list[str]) -> int:
     try:
         run, options = parse(args)
         options.typed = list(args)  # a page says how it was made
-        _answer_interrupts()
+        answer_interrupts()
         return run(options) or 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _answer_interrupts() -> None:
+def answer_interrupts() -> None:
     """From here on Ctrl-C is an exception, which commands keep their results from."""
     current: Any = signal.getsignal(signal.SIGINT)
     if current is _leave:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mtp.share import CARD, CONFIG, DIGEST, WEIGHTS, fetch
 from mtp.suggest import nearest
 from mtp.vocab import vocab_hash
 
+SETTINGS = "settings_sha256"  # of what config.json says besides; heads saved before there was one lack it
 SHIPPED = Path(__file__).parent / "pretrained"  # heads that come with the package, a folder per base
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\S+)?")
 
@@ -74,7 +76,8 @@ def save_heads(heads: Heads, folder: Path, card: str = "", dtype: torch.dtype | 
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         write_tensors(tensors, build / WEIGHTS)
-        document = {**heads.config.to_json(), DIGEST: file_hash(build / WEIGHTS)}
+        document = heads.config.to_json()
+        document |= {SETTINGS: settings_hash(document), DIGEST: file_hash(build / WEIGHTS)}
         (build / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         text = card or _earlier_card(heads) or make_card(heads.config)
         (build / CARD).write_text(text, encoding="utf-8")
@@ -131,12 +134,15 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def read_config(folder: Path) -> HeadsConfig:
     """The config of saved heads, without their weights."""
-    return HeadsConfig.from_json(_read_document(folder)[0], str(folder / CONFIG))
+    document, _ = _read_document(folder)
+    document.pop(SETTINGS, None)
+    return HeadsConfig.from_json(document, str(folder / CONFIG))
 
 
 def load_heads(folder: Path) -> Heads:
     """The heads in `folder`, on the CPU, unbound (see `Heads.bind`). Raises UserError on anything not whole."""
     document, digest = _read_document(folder)
+    settings = document.pop(SETTINGS, None)
     config = HeadsConfig.from_json(document, str(folder / CONFIG))
     path = folder / WEIGHTS
     if not path.is_file():
@@ -159,8 +165,21 @@ def load_heads(folder: Path) -> Heads:
     _load_strictly(heads, tensors, path)
     if heads.draft_ids is not None and vocab_hash(heads.draft_ids) != config.draft_vocab_hash:
         raise UserError(f"{path}: its draft vocabulary is not the one of draft_vocab_hash in {CONFIG}; copy it again.")
+    if settings is not None and settings != settings_hash(document):
+        raise UserError(
+            f"{folder / CONFIG} was edited: its {SETTINGS} is of other settings. Only base.name and base.revision may "
+            "be changed; copy the file again, or train heads with the settings that you want."
+        )
     heads.loaded_from = folder
     return heads
+
+
+def settings_hash(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a config.json, without where the base lies: tensors alone do not tell an edited draft length."""
+    kept = {key: value for key, value in document.items() if key not in (SETTINGS, "weights_sha256")}
+    if isinstance(kept.get("base"), Mapping):
+        kept["base"] = {key: value for key, value in kept["base"].items() if key not in ("name", "revision")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _read_document(folder: Path) -> tuple[dict[str, Any], str]:

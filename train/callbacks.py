@@ -16,7 +16,10 @@ from rich.console import Console
 
 from mtp.hub import save_heads
 from train.card import card_of_run
+from train.interrupt import Patience
 from train.module import HeadsModule
+from train.pace import in_words
+from train.progress import TrainingProgress
 from train.run import read_record, write_outcome
 from train.run_page import NAME as REPORT
 from train.run_page import write_page
@@ -28,7 +31,7 @@ class LastCheckpoint(ModelCheckpoint):
     """`checkpoints/last.ckpt`, replaced as a whole every so many optimiser steps and at the end of training."""
 
     def __init__(self, folder: Path, every: int) -> None:
-        self.path = folder / "checkpoints" / "last.ckpt"
+        self.path, self.every = folder / "checkpoints" / "last.ckpt", every
         super().__init__(
             dirpath=self.path.parent,
             filename=self.path.stem,
@@ -41,6 +44,65 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         trainer.save_checkpoint(self.path)  # the steps since the last interval count too
+
+
+def _fitting(trainer: lightning.Trainer) -> bool:
+    return trainer.state.fn == "fit" and not trainer.sanity_checking
+
+
+class StopBetweenSteps(lightning.Callback):
+    """The first Ctrl-C in training lets the step end and saves it; the second, and one in validation, stops at once.
+
+    Before a validation, which may take long, the steps are saved too. Several processes stop at once always: they would
+    not all be in the same step. `last`: whose file is written.
+    """
+
+    def __init__(self, last: LastCheckpoint, say: Callable[[str], None]) -> None:
+        self.last, self._step, self._saved = last, 0, False
+        self.patience = Patience(lambda: say("Ctrl-C: this step is finished and saved first; again: stop at once"))
+
+    def _hold(self, trainer: lightning.Trainer) -> None:
+        if trainer.world_size == 1:
+            self.patience.hold()
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._step = trainer.global_step
+        self._hold(trainer)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > self._step and self.patience.asked:
+            trainer.save_checkpoint(self.last.path)
+            self._saved = True
+        self._step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_if_saved()
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop_if_saved()
+        if _fitting(trainer) and trainer.global_step % self.last.every:
+            trainer.save_checkpoint(self.last.path)
+        self.patience.release()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if _fitting(trainer):
+            self._hold(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.patience.release()
+
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self.patience.release()
+
+    def _stop_if_saved(self) -> None:
+        if self._saved:
+            raise KeyboardInterrupt
 
 
 class ExportHeads(lightning.Callback):
@@ -68,7 +130,7 @@ class ExportHeads(lightning.Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(pl_module, HeadsModule)
-        if trainer.sanity_checking or trainer.state.fn != "fit":
+        if not _fitting(trainer):
             return
         decoded = pl_module.latest.get(DECODED, 0.0)
         if decoded > self.longest.get(DECODED, 0.0):
@@ -114,7 +176,7 @@ class ConsoleReport(lightning.Callback):
         self.console.print(
             f"step {trainer.global_step}: loss {latest.get('train/loss', float('nan')):.3f} "
             f"(val {latest['val/loss']:.3f}), α {alpha}, acceptance length implied {latest[MONITOR]:.2f}{decoded}, "
-            f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s",
+            f"{latest.get('train/tokens_per_s', 0):.0f} tokens/s{_left(trainer)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -157,6 +219,15 @@ class RunPage(lightning.Callback):
                 said = f"{type(error).__name__}: {error}"
                 self.warn(f"warning: {REPORT} could not be written ({said}); training goes on.")
             self._warned = True
+
+
+def _left(trainer: lightning.Trainer) -> str:
+    """How long the rest of training takes, where that is known."""
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(one, TrainingProgress) and trainer.state.fn == "fit":
+            left = one.seconds_left(trainer)
+            return "" if left is None else f", {in_words(left)} left"
+    return ""
 
 
 class Tally(lightning.Callback):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mtp.errors import UserError
-from train.cli import InspectCLI, fit, parse, plain, quiet_lightning
+from train.fit import fit, parse, plain, quiet_lightning
+from train.inspect_cli import InspectCLI
 from train.run import read_record
 
 BY_DESIGN = ("model.heads.", "model.optimizer.", "model.start_positions")
@@ -28,7 +29,7 @@ class Plan:
 
     path: Path
     arguments: list[str]
-    """Of `train.cli.fit`."""
+    """Of `train.fit.fit`."""
     folder: Path
     """Of its run."""
     keys: dict[str, Any]

@@ -5,9 +5,12 @@ Knows: the options, the console, and the files in --out. Refuses to know: how an
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 
@@ -15,6 +18,7 @@ from decode.prompts import read_prompts
 from decode.report import Screen, as_json
 from decode.request import Request
 from decode.speed import speed_up
+from decode.text import Prompt
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
@@ -23,6 +27,7 @@ from train.compare_measure import SEED, TEMPERATURES, Results, measure_all, sett
 from train.compare_picture import draw
 from train.compare_table import console_tables, footer, markdown, row, with_block
 from train.console import load_base
+from train.help import command_parser, read_options
 from train.options import BaseOptions
 
 PICTURE = Path("train/pictures/compare.png")  # of a README, beside it
@@ -30,11 +35,14 @@ PICTURE = Path("train/pictures/compare.png")  # of a README, beside it
 
 def compare_parser() -> ArgumentParser:
     """Options of `mtp-train compare`."""
-    parser = ArgumentParser(
-        prog="mtp-train compare",
-        description="Trains each config of a folder on the same data, decodes with each, and writes compare.md, .json "
-        "and .png. Resumes where it stopped: what is trained or measured is not done again.",
-        exit_on_error=False,
+    parser = command_parser(
+        "compare",
+        "Trains each config of a folder on the same data, decodes with each, and writes compare.md, .json and .png. "
+        "Resumes where it stopped: what is trained or measured is not done again.",
+        (
+            "--prompts configs/prompts/demo_heldout.jsonl",
+            "--configs configs/compare --out runs/compare --prompts P.jsonl --set trainer.max_steps=100",
+        ),
     )
     add = parser.add_argument
     add("--configs", type=Path, default=Path("configs/compare"), help="folder of YAML files, one per architecture")
@@ -50,12 +58,42 @@ def compare_parser() -> ArgumentParser:
 
 def run_compare(arguments: list[str]) -> None:
     """`mtp-train compare`."""
-    options = compare_parser().parse_args(arguments)
+    options = read_options(compare_parser(), arguments)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True, markup=False)
     prompts = read_prompts(options.prompts, options.limit)
     request = Request(max_new_tokens=options.max_new_tokens, seed=SEED)
     readme = None if options.readme is None else _read_readme(options.readme)
     plans = read_plans(options.configs, options.out, options.set)
+    with held(options.out):
+        _compare(options, plans, prompts, request, console, readme)
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """The folder of a comparison for this process alone. UserError while another one works in it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"--out {out} is being written by another comparison; wait for it, or name another.") from None
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; name a folder that can be written.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _compare(
+    options: Namespace,
+    plans: list[Plan],
+    prompts: list[Prompt],
+    request: Request,
+    console: Console,
+    readme: str | None,
+) -> None:
+    """Train, measure, and show."""
     results = Results(options.out / "results.json")
     train_all(plans, console.print)
     base = _load_base(plans[0], console)

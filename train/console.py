@@ -6,16 +6,37 @@ Knows: the console. Refuses to know: what a command does with either.
 import os
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from train.options import BaseOptions
 
-COLUMNS = (
+
+class RateColumn(ProgressColumn):
+    """How many a second, or seconds for one."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        if not speed:
+            return Text("")
+        return Text(f"{speed:.3g}/s" if speed >= 1 else f"{1 / speed:.3g} s each")
+
+
+COLUMNS: tuple[ProgressColumn, ...] = (
     TextColumn("{task.description}"),
-    BarColumn(),
+    BarColumn(bar_width=None),
     MofNCompleteColumn(),
+    RateColumn(),
     TimeElapsedColumn(),
     TimeRemainingColumn(),
 )

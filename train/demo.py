@@ -19,7 +19,7 @@ from decode.prompts import read_prompts
 from decode.report import show_bench
 from decode.request import Request
 from mtp.errors import UserError
-from train.cli import fit
+from train.fit import fit
 from train.regenerate_cli import run_regenerate
 from train.run import wandb_folder
 
@@ -38,6 +38,9 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; make demo starts again, and what is under runs/ is kept", file=sys.stderr)
+        return 130
     console.print(f"done in {time.monotonic() - started:.0f} s; the heads and all records are in {document['run_dir']}")
     print(json.dumps(document), flush=True)
     return 0

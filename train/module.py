@@ -1,7 +1,7 @@
 """The Lightning module: one training step of heads on a frozen base, validation, and the real acceptance length.
 
 Knows: how base, heads, losses and decoding engine meet in a step, and which numbers come out under which key.
-Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.cli`, `train.run`), but
+Refuses to know: where data come from, where a run is stored, and which loggers listen (`train.fit`, `train.run`), but
 that one of them shows decoded texts.
 
 Metric keys: `train/…`, `val/…` (teacher-forced), `decode/…` (measured by decoding); `…/1` to `…/K` by draft position.
@@ -9,6 +9,7 @@ Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,8 @@ class HeadsModule(lightning.LightningModule):
         self._step: DraftSums | None = None
         self._validation: DraftSums | None = None
         self._grad_norm = 0.0
+        self.guessed_step: float | None = None  # seconds
+        self.memory_told = ""  # the estimate, in words
 
     # ---- set up ------------------------------------------------------------------------------------------------------
 
@@ -314,13 +317,18 @@ class HeadsModule(lightning.LightningModule):
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
         self.trained.bind(self.base.embedding, self.base.output_matrix)
         if self.meter.peak is not None:
-            self.meter.flops_per_token = self._count_flops()
+            self.meter.flops_per_token = self._first_pass()
         self.meter.restart()
 
-    def _count_flops(self) -> float:
-        """Operations per token of the first batch, which is thrown away: counting changes how gradients round."""
+    def _first_pass(self) -> float:
+        """Operations per token of the first batch, which is thrown away: counting changes how gradients round. What it
+        took is a first guess at a step's time."""
         batch = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
         batch = {name: tensor.to(self.base.device) for name, tensor in batch.items()}
+        began = time.monotonic()
         flops = count_flops(lambda: self.draft_sums(batch).total.backward())
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        self.guessed_step = (time.monotonic() - began) * self.trainer.accumulate_grad_batches
         self.zero_grad()
         return flops / float(batch["attention_mask"].sum())

@@ -33,17 +33,38 @@ def prepare(
     data.set_tokenizer(base.tokenizer, vocab_size=base.vocab_size, context_length=base.context_length)
     if data.packing:
         base.require_packing()
-    data.setup("fit")
+    set_up(data, console)
     model.build(data)
     model.on_start = starting_bar(console)
     introduce(model, data, folder, base, console)
-    console.print(check_size(model, data, base), highlight=False, soft_wrap=True)
-    for line in run_self_tests(base, model.trained, data.train_dataloader()):
+    model.memory_told = check_size(model, data, base)
+    with bar(console) as progress:
+        task = progress.add_task("self-tests", total=None)
+        told = run_self_tests(
+            base,
+            model.trained,
+            data.train_dataloader(),
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    for line in told:
         console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
     with trainer.precision_plugin.forward_context():  # as the steps will run
         if model.feature_options.keep:
             model.store = keep_features(model, data, base, home, console)
         model.meter.peak = matrix_peak(base.device, product_dtype(base))
+
+
+def bar(console: Console) -> Progress:
+    """A progress bar, where people watch."""
+    return Progress(*COLUMNS, console=console, disable=console.quiet or not interactive(), transient=True)
+
+
+def set_up(data: ChatDataModule, console: Console) -> None:
+    """Read and encode the records, with a bar."""
+    with bar(console) as progress:
+        task = progress.add_task("tokens", total=None)
+        data.on_progress = lambda done, total: progress.update(task, completed=done, total=total)
+        data.setup("fit")
 
 
 def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: FrozenBase, console: Console) -> None:
@@ -91,7 +112,7 @@ def keep_features(
     size, missing = store.size() / 1e9, len(store.missing())
     told = "all there" if not missing else f"{missing} files to write"
     console.print(f"features: {size:.2f} GB in {store.folder}, {told}", highlight=False, soft_wrap=True)
-    with Progress(*COLUMNS, console=console, disable=not interactive(), transient=True) as progress:
+    with bar(console) as progress:
         task = progress.add_task("features", total=missing)
         store.build(on_progress=lambda done, total: progress.update(task, completed=done))
     return store
@@ -99,7 +120,7 @@ def keep_features(
 
 def starting_bar(console: Console) -> Callable[[int, int], None]:
     """A progress bar for the closed-form start; it stops by itself."""
-    progress = Progress(*COLUMNS, console=console, disable=not interactive(), transient=True)
+    progress = bar(console)
     task = progress.add_task("fitting the start")
 
     def advance(done: int, total: int) -> None:

@@ -21,6 +21,7 @@ from mtp.embedded import EMBEDDED, default_home, ensure_embedded
 from mtp.errors import UserError
 from train.against_generate import GENERATE_BATCH, Comparison, compare
 from train.console import COLUMNS, load_base
+from train.help import command_parser, read_options
 from train.options import BaseOptions
 from train.own_prompts import SOURCE, write_own_prompts
 from train.regenerate import (
@@ -39,10 +40,14 @@ from train.vllm_engine import require_vllm, vllm_engine
 
 def regenerate_parser() -> ArgumentParser:
     """Options of `mtp-train regenerate`."""
-    parser = ArgumentParser(
-        prog="mtp-train regenerate",
-        description="The base answers prompts: the data its heads should be trained on. Resumes where it stopped.",
-        exit_on_error=False,
+    parser = command_parser(
+        "regenerate",
+        "The base answers prompts: the data its heads should be trained on. Resumes where it stopped.",
+        (
+            "--prompts configs/prompts/demo_train.jsonl --out runs/answers.jsonl",
+            "--own-prompts 500 --out runs/own.jsonl",
+            "--base org/name --engine vllm --prompts P.jsonl --out A.jsonl",
+        ),
     )
     add = parser.add_argument
     add("--base", type=str, default=BaseOptions.name, help="embedded name, folder, .gguf or Hub id")
@@ -72,7 +77,7 @@ def regenerate_parser() -> ArgumentParser:
 
 def run_regenerate(arguments: list[str]) -> None:
     """`mtp-train regenerate`."""
-    options = regenerate_parser().parse_args(arguments)
+    options = read_options(regenerate_parser(), arguments)
     console = Console(highlight=False, soft_wrap=True)
     _check(options)
     prompts = [] if options.prompts is None else read_prompts(options.prompts, options.limit)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -39,6 +39,7 @@ class RunOptions:
         checkpoint_every: optimiser steps between checkpoints: what a killed run can lose.
         wandb_project: project in Weights & Biases; null turns wandb off.
         license: of the trained heads, for their card, as the Hub spells it (`apache-2.0`); null states none.
+        verbosity: quiet (warnings, errors, and where the heads are), normal, or verbose (what Lightning says, too).
     """
 
     name: str = "run"
@@ -46,6 +47,7 @@ class RunOptions:
     checkpoint_every: int = 100
     wandb_project: str | None = "mtp"
     license: str | None = None
+    verbosity: Literal["quiet", "normal", "verbose"] = "normal"
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):

@@ -7,7 +7,7 @@ Shapes: B batch, T position, K draft position, N supervised teacher positions, V
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
@@ -29,16 +29,24 @@ KNOWN = 0.5  # of -ln V, the ln p of guessing: a base that knows nothing of the 
 OWN = 0.5  # in ln p, by which a text may be less likely than what the base itself would write
 
 
-def run_self_tests(base: FrozenBase, heads: Heads, batches: Iterable[Batch]) -> list[str]:
-    """One line per check that passed; UserError for the first that failed."""
+def run_self_tests(
+    base: FrozenBase, heads: Heads, batches: Iterable[Batch], tell: Callable[[int, int], None] | None = None
+) -> list[str]:
+    """One line per check that passed; UserError for the first that failed. `tell(done, of)` counts the checks."""
     chosen = max(islice(batches, BATCHES), key=lambda batch: int(batch["supervised"].sum(1).max()))
     corner = {name: tensor.to(base.device) for name, tensor in small(chosen).items()}
-    return [
-        check_head(base, corner),
-        *check_alignment(base, heads, corner),
-        check_decoding(base, heads, corner),
-        check_gradients(base, heads, corner),
+    checks: list[Callable[[], list[str]]] = [
+        lambda: [check_head(base, corner)],
+        lambda: check_alignment(base, heads, corner),
+        lambda: [check_decoding(base, heads, corner)],
+        lambda: [check_gradients(base, heads, corner)],
     ]
+    lines: list[str] = []
+    for done, check in enumerate(checks, start=1):
+        lines += check()
+        if tell is not None:
+            tell(done, len(checks))
+    return lines
 
 
 def small(batch: Batch) -> Batch:

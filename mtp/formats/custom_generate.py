@@ -27,9 +27,12 @@ _SOURCE = Path(__file__).parent / "payload"
 _FILES = ("generate.py", "draft_heads.py")
 _CODE = "custom_generate"
 _ABSOLUTE, _RELATIVE = "from mtp.formats.payload.draft_heads import", "from .draft_heads import"
+_KINDS = ("recurrent", "sequential", "parallel", "hydra", "medusa")  # that `payload/draft_heads.py` knows
 
 
 def _fault(heads: Heads, base: FrozenBase) -> str | None:
+    if heads.config.kind not in _KINDS:
+        return f"holds {', '.join(_KINDS)} heads, and these are {heads.config.kind} ones"
     return None if heads.config.base.name else "names the base, and these heads do not say theirs"
 
 

@@ -1,6 +1,8 @@
-"""Architectures of heads behind one interface. Each file holds one; none holds the base."""
+"""Architectures of heads behind one interface. Each file holds one; none holds the base. README.md: how to add one."""
 
-from mtp.config import HeadsConfig, Kind
+from importlib import import_module
+
+from mtp.config import HeadsConfig
 from mtp.heads.hydra import HydraHeads
 from mtp.heads.interface import Heads, State
 from mtp.heads.medusa import MedusaHeads
@@ -19,15 +21,11 @@ __all__ = [
     "build_heads",
 ]
 
-_KINDS: dict[Kind, type[Heads]] = {
-    "medusa": MedusaHeads,
-    "recurrent": RecurrentHeads,
-    "sequential": SequentialHeads,
-    "parallel": ParallelHeads,
-    "hydra": HydraHeads,
-}
-
 
 def build_heads(config: HeadsConfig) -> Heads:
-    """Heads of the kind that `config` names, freshly initialised and unbound (see `Heads.bind`)."""
-    return _KINDS[config.kind](config)
+    """Heads of the kind that `config` names, freshly initialised and unbound (see `Heads.bind`).
+
+    Kind `x` is the class `XHeads` of the module `mtp.heads.x`; README.md in this folder shows how to add one.
+    """
+    kind: type[Heads] = getattr(import_module(f"mtp.heads.{config.kind}"), f"{config.kind.capitalize()}Heads")
+    return kind(config)

@@ -102,6 +102,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "format_version is 99; this version of mtp reads 1: update mtp",
     ),
     "unknown key in block": (lambda f: edit_config(f, lambda d: d["block"].update(rope=1)), "unknown key 'rope'"),
+    "other draft length": (lambda f: edit_config(f, lambda d: d.update(draft_length=5)), "was edited"),
+    "other fingerprint": (lambda f: edit_config(f, lambda d: d["base"].update(fingerprint="x")), "was edited"),
     "other sizes": (lambda f: edit_config(f, lambda d: d.update(hidden_size=16)), "instead of"),
     "missing tensor": (lambda f: edit_weights(f, lambda t: t.pop("fc.weight")), "fc.weight is missing"),
     "extra tensor": (lambda f: edit_weights(f, lambda t: t.update(more=torch.ones(1))), "more is not known"),
@@ -123,6 +125,13 @@ def test_damage_is_refused_by_name(damage: str, folder: Path) -> None:
     harm(folder)
     with pytest.raises(UserError, match=message):
         load_heads(folder)
+
+
+def test_a_base_may_be_moved_and_older_heads_have_no_digest_of_settings(folder: Path) -> None:
+    edit_config(folder, lambda d: d["base"].update(name="elsewhere", revision="abc"))
+    assert load_heads(folder).config.base.name == "elsewhere"
+    edit_config(folder, lambda d: [d.pop("settings_sha256"), d.update(draft_length=5)])
+    assert load_heads(folder).config.draft_length == 5
 
 
 def test_config_round_trips_through_json() -> None:

@@ -161,6 +161,7 @@ BAD_CONFIGS = {
     "accelerator": ({"trainer__accelerator": "foo"}, "foo"),
     "steps": ({"trainer__max_steps": -5}, "-5"),
     "run name": ({"run__name": "a/b"}, "run.name"),
+    "a logger": ({"trainer__logger": True}, "trainer.logger is given"),
     "missing prompts": ({"model__decode__prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
 }
 

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from mtp.errors import UserError
 from tests.train.runs import job, train
-from train import cli, compare, compare_measure, compare_picture, compare_table
+from train import compare, compare_measure, compare_picture, compare_table
 from train.cli import main
+from train.compare_cli import held
+from train.module import HeadsModule
 
 KINDS = ("medusa", "recurrent")
 
@@ -70,7 +72,7 @@ def test_from_configs_to_table_and_nothing_twice(
     with monkeypatch.context() as patch:
         measured = counted(patch, "measure", stop_at=5)
         assert main(command(tmp_path)) == 130
-        assert "resume with the same command" in capsys.readouterr().err
+        assert "Go on with\nmtp-train compare --configs" in capsys.readouterr().err
         assert len(json.loads((tmp_path / "out" / "results.json").read_text())) == 5
     fits, measured = counted(monkeypatch, "fit"), counted(monkeypatch, "measure")
     document = compared(tmp_path, capsys)
@@ -114,7 +116,7 @@ def test_an_interrupted_training_goes_on(
     weights = (out / "recurrent" / "heads" / "model.safetensors").read_bytes()
     shutil.rmtree(out)
     with monkeypatch.context() as patch:
-        steps, real = [], cli.HeadsModule.on_train_batch_start
+        steps, real = [], HeadsModule.on_train_batch_start
 
         def third_step(self: Any, batch: Any, batch_idx: int) -> None:
             steps.append(batch_idx)
@@ -122,7 +124,7 @@ def test_an_interrupted_training_goes_on(
                 raise KeyboardInterrupt
             real(self, batch, batch_idx)
 
-        patch.setattr(cli.HeadsModule, "on_train_batch_start", third_step)
+        patch.setattr(HeadsModule, "on_train_batch_start", third_step)
         assert main(command(tmp_path)) == 130
     assert (out / "recurrent" / "checkpoints" / "last.ckpt").is_file()
     assert "tokens_trained" not in json.loads((out / "recurrent" / "run.json").read_text())
@@ -322,3 +324,13 @@ def test_names_in_the_picture_keep_apart() -> None:
     assert sum(places[:3]) == pytest.approx(6.1)
     chained = compare_picture.spread([0.0, 0.9, 1.8, 1.8], 1.0)
     assert min(b - a for a, b in zip(chained, chained[1:], strict=False)) == pytest.approx(1.0)
+
+
+def test_two_comparisons_in_one_folder_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configs(tmp_path)
+    with held(tmp_path / "out"):
+        assert main(command(tmp_path)) == 2
+    assert "is being written by another comparison; wait for it" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "medusa").exists()
+    with held(tmp_path / "out"):
+        pass  # it is free again

@@ -136,7 +136,7 @@ def test_the_estimate_of_memory_holds(batch_size: int, length: int, tmp_path: Pa
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-c", MEASURE, "--config", "configs/smollm2-recurrent.yaml", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    told = re.search(rf"memory: about ([\d.]+) GB at {batch_size} × {length} tokens", done.stdout)
+    told = re.search(rf"memory  about ([\d.]+) GB at {batch_size} × {length} tokens", done.stdout)
     peak = re.search(r"PEAK (\d+)", done.stdout)
     assert told is not None
     assert peak is not None

@@ -11,7 +11,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from mtp.errors import UserError
 from mtp.losses import LossOptions, LossWeights
-from train.cli import TrainCLI, parse, plain
+from train.fit import TrainCLI, parse, plain
 from train.dashboard import panels
 from train.summary import MONITOR
 
