@@ -86,8 +86,9 @@ class ExportHeads(lightning.Callback):
 
     def _save(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, HeadsModule)
+        heads = module.whole_heads()  # of all processes
         if trainer.is_global_zero:
-            save_heads(module.trained, self.folder)
+            save_heads(heads, self.folder)
 
 
 class ConsoleReport(lightning.Callback):

@@ -30,11 +30,13 @@ from train.data import ChatDataModule
 from train.inspect import coloured, inspect_data, lines
 from train.module import HeadsModule
 from train.prepare import prepare
+from train.processes import Processes, chosen_strategy
 from train.regenerate_cli import run_regenerate
 from train.run import (
     RunOptions,
     finish_wandb,
     first_process,
+    how_to_go_on,
     interactive,
     make_loggers,
     run_folder,
@@ -80,6 +82,7 @@ class TrainCLI(LightningCLI):
         ]
         with self.no_empty_run():
             return super().instantiate_trainer(
+                strategy=chosen_strategy(self.config_init["trainer"]["strategy"]),
                 logger=False,  # attached when base and data are known to be good
                 callbacks=[*(self.config_init["trainer"]["callbacks"] or []), *ours],
                 enable_progress_bar=interactive(),
@@ -162,10 +165,22 @@ def fit(arguments: list[str]) -> Path:
     """Train from a config; returns the run's folder."""
     quiet_lightning()
     cli = parse(arguments)
+    processes = Processes(cli.trainer)
+    with processes.together(lambda: how_to_go_on(cli.folder)):
+        fit_among(processes, cli, arguments)
+    write_outcome(cli.folder, outcome(cli))
+    conclude(cli)
+    return cli.folder
+
+
+def fit_among(processes: Processes, cli: TrainCLI, arguments: list[str]) -> None:
+    """This process's part of a training."""
     checkpoint = cli.config["ckpt_path"]
     cli.model.resuming = checkpoint is not None
     with cli.no_empty_run():
-        prepare(cli.trainer, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
+        tell = lambda fault: print(f"error: {fault}; {how_to_go_on(cli.folder)}.", file=sys.stderr, flush=True)  # noqa: E731
+        processes.join(cli.model, tell)
+        prepare(processes, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
     if checkpoint is None:  # a resumed run keeps the record of its start
         write_config(cli)
         write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
@@ -178,9 +193,6 @@ def fit(arguments: list[str]) -> Path:
         raise
     finally:
         finish_wandb(cli.trainer.loggers)
-    write_outcome(cli.folder, outcome(cli))
-    conclude(cli)
-    return cli.folder
 
 
 def parse(arguments: list[str], kind: type[TrainCLI] = TrainCLI) -> TrainCLI:

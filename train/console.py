@@ -5,11 +5,15 @@ Knows: the console. Refuses to know: what a command does with either.
 
 import os
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
+from mtp.loading import load
+from mtp.sharding import shard_base
 from train.options import BaseOptions
 
 COLUMNS = (
@@ -19,6 +23,21 @@ COLUMNS = (
     TimeElapsedColumn(),
     TimeRemainingColumn(),
 )
+
+
+def load_sharded(options: BaseOptions, mesh: DeviceMesh, console: Console) -> FrozenBase:
+    """This process's share of the base that the options name. Every process reads the whole from disk, a layer at a
+    time where the files allow."""
+    found = load(
+        options.name,
+        revision=options.revision,
+        dtype=options.dtype,
+        device=torch.device(mesh.device_type),
+        trust_remote_code=options.trust_remote_code,
+        home=default_home(os.environ),
+        on_progress=lambda stage: console.print(stage, highlight=False),
+    )
+    return shard_base(found.model, found.tokenizer, options.name, options.revision or found.revision, mesh)
 
 
 def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase:

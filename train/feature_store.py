@@ -128,9 +128,9 @@ class FeatureStore:
             )
 
     @torch.no_grad()
-    def build(self, on_progress: Progress = lambda done, total: None) -> None:
-        """Write what is missing, shard by shard, each of them whole or not at all."""
-        missing = self.missing()
+    def build(self, rank: int = 0, count: int = 1, on_progress: Progress = lambda done, total: None) -> None:
+        """Write what is missing of one in `count` shards, from number `rank` on, each of them whole or not at all."""
+        missing = [shard for shard in self.missing() if shard % count == rank]
         for done, shard in enumerate(missing):
             on_progress(done, len(missing))
             self._write(shard, self._compute(shard))

@@ -7,28 +7,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import lightning
+from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from rich.progress import Progress
 
 from mtp.base import FrozenBase
+from mtp.errors import UserError
 from mtp.memory import free_memory
-from train.console import COLUMNS, load_base
+from train.console import COLUMNS, load_base, load_sharded
 from train.cost import check_memory, estimate_memory, matrix_peak, product_dtype
 from train.data import ChatDataModule
 from train.feature_store import FeatureStore
 from train.inspect import vocab_warning
 from train.module import HeadsModule
+from train.options import BaseOptions
+from train.processes import Processes
 from train.run import interactive
 from train.self_test import run_self_tests
+from train.sharded import ShardedStrategy
 
 
 def prepare(
-    trainer: lightning.Trainer, model: HeadsModule, data: ChatDataModule, folder: Path, home: Path, console: Console
+    processes: Processes, model: HeadsModule, data: ChatDataModule, folder: Path, home: Path, console: Console
 ) -> None:
     """Load base and data, build the heads, and show, estimate and test what will be trained. UserError where it cannot
-    work."""
-    base = load_base(model.base_options, str(trainer.strategy.root_device), console)
+    work. Of several processes the first tells and tests; tokens are made by one and read by the others."""
+    trainer = processes.trainer
+    base = base_for(trainer.strategy, model.base_options, console)
     model.attach(base)
     data.set_tokenizer(base.tokenizer, vocab_size=base.vocab_size, context_length=base.context_length)
     if data.packing:
@@ -38,12 +43,20 @@ def prepare(
     model.on_start = starting_bar(console)
     introduce(model, data, folder, base, console)
     console.print(check_size(model, data, base), highlight=False, soft_wrap=True)
-    for line in run_self_tests(base, model.trained, data.train_dataloader()):
-        console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
+    if processes.rank == 0 or base.sharded:  # which is run by all or none
+        for line in run_self_tests(base, model.trained, data.all_batches()):
+            console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
     with trainer.precision_plugin.forward_context():  # as the steps will run
         if model.feature_options.keep:
-            model.store = keep_features(model, data, base, home, console)
+            model.store = keep_features(model, data, base, home, console, processes)
         model.meter.peak = matrix_peak(base.device, product_dtype(base))
+
+
+def base_for(strategy: Strategy, options: BaseOptions, console: Console) -> FrozenBase:
+    """The base on this process's device, or its share of one that is spread over all."""
+    if not isinstance(strategy, ShardedStrategy):
+        return load_base(options, str(strategy.root_device), console)
+    return load_sharded(options, strategy.mesh, console)
 
 
 def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: FrozenBase, console: Console) -> None:
@@ -80,20 +93,31 @@ def check_size(model: HeadsModule, data: ChatDataModule, base: FrozenBase) -> st
 
 
 def keep_features(
-    model: HeadsModule, data: ChatDataModule, base: FrozenBase, home: Path, console: Console
+    model: HeadsModule, data: ChatDataModule, base: FrozenBase, home: Path, console: Console, processes: Processes
 ) -> FeatureStore:
-    """The store of the training examples, built as far as it is not there yet."""
+    """The store of the training examples, built as far as it is not there yet, by all processes together."""
     options = model.feature_options
+    if base.sharded:
+        raise UserError(
+            "model.features.keep is true, and trainer.strategy fsdp spreads the base, which then runs on all devices "
+            "or none; set it to false, or use ddp with a base that fits one device (model.base.quantise)."
+        )
     if options.dir is None:
         options = replace(options, dir=str(home / "features"))
     store = FeatureStore(data.train_examples, base, model.trained.config.feature_layers, options)
     store.check_space()
+    trainer = processes.trainer
     size, missing = store.size() / 1e9, len(store.missing())
     told = "all there" if not missing else f"{missing} files to write"
     console.print(f"features: {size:.2f} GB in {store.folder}, {told}", highlight=False, soft_wrap=True)
     with Progress(*COLUMNS, console=console, disable=not interactive(), transient=True) as progress:
-        task = progress.add_task("features", total=missing)
-        store.build(on_progress=lambda done, total: progress.update(task, completed=done))
+        task = progress.add_task("features")
+        tell = lambda done, total: progress.update(task, completed=done, total=total)  # noqa: E731
+        store.build(processes.rank, processes.count, on_progress=tell)
+        processes.wait()
+        # Where nodes have disks of their own, this one now makes what others made for themselves.
+        store.build(trainer.local_rank, trainer.num_devices, on_progress=tell)
+        processes.wait()
     return store
 
 
