@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
+from mtp.errors import UserError
 from mtp.loading import load
+from mtp.quantise import check_quantise, quantise
 from mtp.sharding import shard_base
 from train.options import BaseOptions
 
@@ -28,6 +30,11 @@ COLUMNS = (
 def load_sharded(options: BaseOptions, mesh: DeviceMesh, console: Console) -> FrozenBase:
     """This process's share of the base that the options name. Every process reads the whole from disk, a layer at a
     time where the files allow."""
+    if options.quantise is not None:
+        raise UserError(
+            f"model.base.quantise is {options.quantise}, and trainer.strategy fsdp spreads whole weights; use ddp, "
+            "for which a rounded base may be small enough, or leave model.base.quantise out."
+        )
     found = load(
         options.name,
         revision=options.revision,
@@ -42,7 +49,8 @@ def load_sharded(options: BaseOptions, mesh: DeviceMesh, console: Console) -> Fr
 
 def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase:
     """The base that the options name, on `device`."""
-    return FrozenBase.from_pretrained(
+    check_quantise(options.quantise, "model.base.quantise")
+    base = FrozenBase.from_pretrained(
         options.name,
         revision=options.revision,
         dtype=options.dtype,
@@ -51,3 +59,6 @@ def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase
         home=default_home(os.environ),
         on_progress=lambda stage: console.print(stage, highlight=False),
     )
+    if options.quantise is not None:
+        quantise(base, options.quantise, "model.base.quantise")
+    return base

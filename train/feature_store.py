@@ -94,9 +94,10 @@ class FeatureStore:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _precision(self) -> str:
-        """That of the base's weights, and what products run in where that is another one."""
+        """That of the base's weights, how they were rounded, and what products run in where that is another one."""
         own, products = self.base.dtype, product_dtype(self.base)
-        return str(own) if own == products else f"{own} in {products}"
+        weights = str(own) if self.base.quantised is None else f"{own} as {self.base.quantised}"
+        return weights if own == products else f"{weights} in {products}"
 
     def size(self) -> int:
         """Bytes that all files take together, near enough."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import lightning
 from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from rich.progress import Progress
@@ -15,7 +16,7 @@ from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.memory import free_memory
 from train.console import COLUMNS, load_base, load_sharded
-from train.cost import check_memory, estimate_memory, matrix_peak, product_dtype
+from train.cost import Devices, check_memory, estimate_memory, held_bytes, matrix_peak, product_dtype
 from train.data import ChatDataModule
 from train.feature_store import FeatureStore
 from train.inspect import vocab_warning
@@ -38,11 +39,13 @@ def prepare(
     data.set_tokenizer(base.tokenizer, vocab_size=base.vocab_size, context_length=base.context_length)
     if data.packing:
         base.require_packing()
+    if data.streaming:
+        check_streaming(trainer, model)
     data.setup("fit")
     model.build(data)
     model.on_start = starting_bar(console)
     introduce(model, data, folder, base, console)
-    console.print(check_size(model, data, base), highlight=False, soft_wrap=True)
+    console.print(check_size(model, data, base, processes), highlight=False, soft_wrap=True)
     if processes.rank == 0 or base.sharded:  # which is run by all or none
         for line in run_self_tests(base, model.trained, data.all_batches()):
             console.print(f"self-test: {line}", highlight=False, soft_wrap=True)
@@ -57,6 +60,20 @@ def base_for(strategy: Strategy, options: BaseOptions, console: Console) -> Froz
     if not isinstance(strategy, ShardedStrategy):
         return load_base(options, str(strategy.root_device), console)
     return load_sharded(options, strategy.mesh, console)
+
+
+def check_streaming(trainer: lightning.Trainer, model: HeadsModule) -> None:
+    """UserError for what needs to know all data."""
+    if model.feature_options.keep:
+        raise UserError(
+            "model.features.keep is true and data.streaming too; what is read once is not worth keeping: set one of "
+            "them to false."
+        )
+    if trainer.max_steps < 1:
+        raise UserError("data.streaming is true, and such data have no end; set trainer.max_steps.")
+    if isinstance(trainer.val_check_interval, float):
+        told = f"trainer.val_check_interval is {trainer.val_check_interval}, a share of an epoch"
+        raise UserError(f"{told}, which has no end with data.streaming; give a number of batches, such as 500.")
 
 
 def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: FrozenBase, console: Console) -> None:
@@ -81,15 +98,19 @@ def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: Froz
     say(data.preview()[0], highlight=False, markup=False)
 
 
-def check_size(model: HeadsModule, data: ChatDataModule, base: FrozenBase) -> str:
+def check_size(model: HeadsModule, data: ChatDataModule, base: FrozenBase, processes: Processes) -> str:
     """The memory estimate for the longest batch that can come. UserError where it does not fit."""
+    devices = Devices(processes.count, base.sharded)
     longest = min(data.max_length, max(map(len, data.train_examples)))
     length = data.max_length if data.packing else longest
     states = 2 if model.optimizer_options.kind == "adamw" else 1
-    memory = estimate_memory(base, model.trained, length, model.loss_options.chunk, states)
+    memory = estimate_memory(base, model.trained, length, model.loss_options.chunk, states, devices)
     free = free_memory(base.device)
-    held = sum(p.numel() * p.element_size() for p in base.model.parameters())
-    return check_memory(memory, data.batch_size, length, None if free is None else free + held)
+    if free is not None:
+        here = processes.trainer.num_devices if base.device.type == "cpu" else 1  # who share it
+        free = free // here + held_bytes(base)
+    told = check_memory(memory, data.batch_size, length, free)
+    return told if processes.count == 1 else f"{told} on each of {processes.count} devices"
 
 
 def keep_features(

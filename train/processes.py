@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import Strategy
 from mtp.errors import UserError
 from train.sharded import ShardedStrategy
 
-PREPARING = timedelta(days=2)  # that processes wait for others which tokenise, download or run the base; not for dead ones
+PREPARING = timedelta(days=2)  # that processes wait for others which tokenise, download or run the base
 LOOK, GRACE = 0.5, 15.0  # seconds between looks at the others, and for one that lost another to end by itself
 LOST = 2  # exit code
 _SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "Socket Timeout", "TCPStore")
@@ -81,11 +81,11 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self, resume: Callable[[], str]) -> Iterator[None]:
-        """UserError, with `resume` on how to go on, where another process is lost inside; ends the others on the way."""
+        """UserError, with `resume` on how to go on, where another process is lost inside; ends what this one started."""
         try:
             yield
         except RuntimeError as error:
-            if not self.several or not (isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)):
+            if not self.several or not _of_others(error):
                 raise
             self._done.wait(3 * LOOK)  # the watch may know which it was
             reason = self.fault or f"another process of this run ended ({' '.join(str(error).split())[:160]})"
@@ -125,3 +125,8 @@ class Processes:
             if child.poll() is None:
                 child.kill()
                 child.wait()
+
+
+def _of_others(error: RuntimeError) -> bool:
+    """Whether it says that another process does not answer."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
