@@ -98,8 +98,7 @@ def held_bytes(base: FrozenBase) -> int:
 
 def heads_bytes(parameters: int, states: int, devices: Devices) -> int:
     """Of `parameters` of heads in float32 with gradients and the optimiser's `states`, on each device. Spread, a whole
-    copy of weights and gradients is there while they are worked on; whole, they are averaged in a copy of the gradients.
-    """
+    copy of weights and gradients is there while they are worked on; whole, gradients are averaged in a copy of them."""
     if devices.sharded:
         return 4 * (-(-parameters * (2 + states) // devices.count) + 2 * parameters)
     return 4 * parameters * (2 + states + (devices.count > 1))

@@ -88,7 +88,9 @@ class Plan:
     hours: float
 
 
-def plan(sizes: Sizes, machine: Machine, strategy: Literal["ddp", "fsdp"], tokens: float, batch: int, length: int) -> Plan:
+def plan(
+    sizes: Sizes, machine: Machine, strategy: Literal["ddp", "fsdp"], tokens: float, batch: int, length: int
+) -> Plan:
     """Train on so many tokens, `batch` rows of `length` on each device in a step."""
     devices = Devices(machine.count, strategy == "fsdp")
     others = (machine.count - 1) / machine.count
@@ -117,7 +119,8 @@ def memory(sizes: Sizes, devices: Devices, batch: int, length: int, chunk: int =
     per_token = 4 * (k * (8 * width + 5 * sizes.intermediate + scores) + 5 * scores + (3 * 3 + 12) * width)
     loss = chunk * (5 * k * sizes.draft_vocab + 3 * sizes.vocab) * 4
     copied = 4 * sizes.draft_vocab * width
-    return 600 * 2**20 + weights + rest + heads_bytes(sizes.heads, 2, devices) + copied + loss + per_token * batch * length
+    fixed = 600 * 2**20 + weights + rest + heads_bytes(sizes.heads, 2, devices) + copied + loss
+    return fixed + per_token * batch * length
 
 
 LLAMA_8B = Sizes(name="8 B", layers=32, hidden=4096, intermediate=14336, queries=4096, keys=1024, vocab=128256)

@@ -81,7 +81,7 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self, resume: Callable[[], str]) -> Iterator[None]:
-        """UserError, with `resume` on how to go on, where another process is lost inside; ends what this one started."""
+        """UserError, which tells by `resume` how to go on, where a process is lost inside; ends what this one started."""
         try:
             yield
         except RuntimeError as error:

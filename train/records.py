@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from mtp.errors import UserError
 
@@ -84,15 +84,19 @@ def read_rows(source: str, split: str, streaming: bool = False) -> Iterator[tupl
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) for each line that is not empty. Lines are read one by one, so files may be large."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"file {path} cannot be read ({error.strerror}); give the path of a .jsonl file.") from error
-    with file:
+    with open_lines(path) as file:
         for number, raw in enumerate(file, start=1):
             if raw.strip():
                 where = f"{path}:{number}"
                 yield where, parse_line(raw, where)
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """The file, open; UserError where it cannot be read."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read ({error.strerror}); give the path of a .jsonl file.") from error
 
 
 def normalise(row: Mapping[str, Any], where: str) -> Record:

@@ -18,9 +18,9 @@ from mtp.errors import UserError
 from train.chat import Example
 from train.loader import Batch, collate
 from train.order import Row, epoch_order
-from train.records import Record, normalise, open_dataset, parse_line
+from train.records import Record, normalise, open_dataset, open_lines, parse_line
 
-ENDLESS = 2**40  # batches; a loader without a length is read one batch ahead by Lightning, which a checkpoint would miss
+ENDLESS = 2**40  # batches; Lightning reads one ahead where there is no length, and a checkpoint would miss that one
 EMPTY = 100  # blocks in a row without an example, after which something is wrong
 
 Encode = Callable[[list[Record]], list[Example]]
@@ -61,11 +61,7 @@ class RowStream:
         return self._read_dataset()
 
     def _read_lines(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
-        try:
-            file = Path(self.source).open("rb")
-        except OSError as error:
-            raise UserError(f"file {self.source} cannot be read ({error.strerror}).") from error
-        with file:
+        with open_lines(Path(self.source)) as file:
             offset, number = self._place or (0, 0)
             file.seek(offset)
             for raw in file:

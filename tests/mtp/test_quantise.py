@@ -12,12 +12,13 @@ from decode import Decoder
 from decode.bench import describe
 from decode.cli import main
 from decode.costs import weight_bytes
+from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
 from mtp.hub import save_heads
 from mtp.initialise import new_heads
 from mtp.quantise import check_quantise, quantise
-from tests.tiny import tiny_base
+from tests.tiny import save_tiny, tiny_base
 
 
 @pytest.fixture
@@ -72,13 +73,19 @@ def test_torchao_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantise("int8")
 
 
-def test_with_torchao_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "share", "off"), [("int8", 0.6, 0.2), ("int4", 0.5, 0.6)])
+def test_with_torchao_itself(kind: str, share: float, off: float, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    base = tiny_base("llama", tmp_path)
+    dtype = "float32" if kind == "int8" else "bfloat16"
+    save_tiny("llama", tmp_path / "llama")
+    base = FrozenBase.from_pretrained(str(tmp_path / "llama"), dtype=dtype, device="cpu")
     before, tokens = weight_bytes(base), torch.tensor([[1, 2, 3, 4]])
     wanted = base.logits(base.forward(tokens).hidden)
-    quantise(base, "int8")
+    try:
+        quantise(base, kind)
+    except UserError as error:
+        pytest.skip(str(error))  # torchao's int4 for this CPU may be missing; see tests/gpu
     found = base.logits(base.forward(tokens).hidden)
-    assert weight_bytes(base) < 0.6 * before
+    assert weight_bytes(base) < share * before
     assert not found.equal(wanted)
-    assert float((found - wanted).abs().max()) < 0.2 * float(wanted.abs().max())
+    assert float((found - wanted).abs().max()) < off * float(wanted.abs().max())

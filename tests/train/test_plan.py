@@ -42,7 +42,9 @@ def test_parameters_are_those_of_the_model(sizes: Sizes) -> None:
 
 @pytest.fixture
 def heads(tmp_path: Path) -> Heads:
-    return new_heads(HeadsOptions(kind="recurrent", draft_length=4, feature_layers=(1, 2, 3)), tiny_base("llama", tmp_path))
+    return new_heads(
+        HeadsOptions(kind="recurrent", draft_length=4, feature_layers=(1, 2, 3)), tiny_base("llama", tmp_path)
+    )
 
 
 def test_heads_have_the_parameters_of_the_plan(heads: Heads) -> None:

@@ -134,15 +134,15 @@ def test_sources_come_in_their_shares(tmp_path: Path) -> None:
 def test_memory_holds_two_blocks_however_long_the_file(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     with path.open("w") as file:
-        for i in range(40_000):
-            file.write(json.dumps({"text": str(i), "more": "x" * 500}) + "\n")
-    assert path.stat().st_size > 20e6
+        for i in range(5000):
+            file.write(json.dumps({"text": str(i), "more": "x" * 3000}) + "\n")
+    assert path.stat().st_size > 15e6
     tracemalloc.start()
-    count = sum(len(batch["tokens"]) for batch in islice(loader(path, size=256, batch_size=64), 400))
+    count = sum(len(batch["tokens"]) for batch in islice(loader(path, size=128, batch_size=32), 130))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert count > 20_000
-    assert peak < 3e6, "bytes; the file has seven times as many"
+    assert count > 3500
+    assert peak < 2e6, "bytes; the file has seven times as many"
 
 
 def test_another_stream_is_refused(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_another_stream_is_refused(tmp_path: Path) -> None:
             loader(path, **changed).load_state_dict(state)
     with pytest.raises(UserError, match="without data.streaming"):
         loader(path).load_state_dict({"epoch": 0, "batch": 1})
-    with pytest.raises(UserError, match=r"a.jsonl:3: not JSON"):
-        path.write_text(path.read_text().replace('{"text": "1"}', "{", 1))
+    path.write_text(path.read_text().replace('{"text": "1"}', "{", 1))
+    with pytest.raises(UserError, match=r"a.jsonl:2: not JSON"):
         list(islice(loader(path), 3))
     (tmp_path / "none.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="holds no records"):
@@ -176,9 +176,7 @@ def test_what_is_held_out_never_comes(tmp_path: Path) -> None:
     assert len(data.val_examples) == 8
     decode = data.tokenizer.decode
     held = {decode(example.tokens) for example in data.val_examples}
-    told = Counter(
-        decode(row[mask]) for batch in islice(data.train_dataloader(), 40) for row, mask in rows(batch)
-    )
+    told = Counter(decode(row[mask]) for batch in islice(data.train_dataloader(), 40) for row, mask in rows(batch))
     assert len(told) == len(QUESTIONS) - 8
     assert not held & set(told)
 
@@ -212,7 +210,8 @@ def test_a_killed_run_on_a_stream_resumes_to_the_same_heads(tmp_path: Path) -> N
     [
         ({"model__features": {"keep": True}}, "what is read once is not worth keeping"),
         ({"trainer__max_steps": -1}, "set trainer.max_steps"),
-        ({"trainer__val_check_interval": 0.5}, "give a number of batches"),
+        ({"trainer__val_check_interval": None}, "give a number of batches"),
+        ({"trainer__val_check_interval": 0.5}, "`val_check_interval` should be an integer"),
         ({"data__stream_buffer": 0}, "data.stream_buffer is 0; allowed is 1 or more"),
     ],
 )

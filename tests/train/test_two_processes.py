@@ -1,11 +1,14 @@
-"""Two processes train what one does: the same steps from the same batches, whoever holds which half."""
+"""Two processes train what one does: the same steps from the same batches, whoever holds which half, and whether base
+and heads are whole on both (ddp) or spread (fsdp). One that is lost ends the run, which goes on anywhere."""
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtp.hub import load_heads
+from tests.train.ranks import Ranks
 from tests.train.runs import job, read_metrics, train
 from tests.train.test_cli import final_state
 
@@ -77,6 +82,41 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    server = Ranks()
+    yield server
+    server.close()
+
+
+# 26 examples in 13 batches, so that one of two processes has none left in every seventh step; of 5 validation batches
+# likewise. Eight steps go past the end of an epoch.
+UNEVEN: dict[str, Any] = {
+    "data__batch_size": 2,
+    "data__val_size": 10,
+    "trainer__max_steps": 8,
+    "trainer__log_every_n_steps": 4,
+    "trainer__val_check_interval": 6,
+    "run__checkpoint_every": 4,
+}
+TWICE = ["--trainer.accumulate_grad_batches", "2", "--trainer.val_check_interval", "12"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that one process does, of twice the batches."""
+    folder = tmp_path_factory.mktemp("alone")
+    return train(folder, *TWICE, **UNEVEN)
+
+
+def in_ranks(ranks: Ranks, folder: Path, strategy: str, **changes: Any) -> tuple[Path, str]:
+    """As `in_two`, started as by torchrun."""
+    arguments = ["--config", str(job(folder, **(UNEVEN | changes))), "--trainer.devices", "2"]
+    said = ranks.run([*arguments, "--trainer.strategy", strategy], folder / "said")
+    (run,) = (folder / "runs").iterdir()
+    return run, said
+
+
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The largest difference of any weight; not a number where one is none."""
     assert one.keys() == other.keys()
@@ -104,3 +144,124 @@ def test_two_processes_take_the_steps_of_one_that_accumulates(tmp_path: Path) ->
     assert said.count(f"run {two}: ") == said.count("best heads: ") == 1, "one process speaks"
     assert (two / "config.yaml").is_file()
     assert (two / "heads").is_dir()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_uneven_shares_change_nothing(strategy: str, ranks: Ranks, alone: Path, tmp_path: Path) -> None:
+    """And a sharded base and spread heads train the same, decode the same, and leave the files of one process."""
+    run, said = in_ranks(ranks, tmp_path, strategy)
+    assert apart(final_state(alone), final_state(run)) < 1e-5
+    assert len(numbers(alone)) > 10
+    assert numbers(run) == pytest.approx(numbers(alone), rel=1e-5)
+    one, two = (json.loads((folder / "run.json").read_text()) for folder in (alone, run))
+    assert one["tokens_trained"] == two["tokens_trained"]
+    for name in ("decode/accept_len", "decode/alpha/1", "val/loss"):
+        assert two["best"][name] == pytest.approx(one["best"][name], rel=1e-5)
+    assert load_heads(run / "heads").config == load_heads(alone / "heads").config.__class__(
+        **{**vars(load_heads(alone / "heads").config), "base": load_heads(run / "heads").config.base}
+    )
+    assert "on each of 2 devices" in said
+    assert said.count("self-test: ") == 5
+
+
+def test_other_seeds_and_local_means_differ(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: another order of the data, and each batch divided by its own count, come out elsewhere."""
+    other = train(tmp_path, *TWICE, "--data.seed", "1", **UNEVEN)
+    assert apart(final_state(alone), final_state(other)) > 1e-3
+    from train.module import HeadsModule
+
+    step = HeadsModule.training_step
+
+    def local(self: HeadsModule, batch: Any, index: int) -> torch.Tensor:
+        return step(self, batch, index) / batch["supervised"].sum() * 10
+
+    monkeypatch.setattr(HeadsModule, "training_step", local)
+    other = train(tmp_path, *TWICE, run__name="local", **UNEVEN)
+    assert apart(final_state(alone), final_state(other)) > 1e-4
+
+
+LONG: dict[str, Any] = {
+    "model__decode__prompts": None,
+    "data__batch_size": 2,
+    "trainer__max_steps": 60,
+    "trainer__val_check_interval": 1000,
+    "trainer__log_every_n_steps": 20,
+}
+
+
+def test_a_killed_process_ends_the_run_which_goes_on_anywhere(ranks: Ranks, tmp_path: Path) -> None:
+    config = str(job(tmp_path, **LONG))
+    two = ["--config", config, "--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    pids = ranks.start(two, tmp_path / "said")
+    deadline = time.monotonic() + PATIENCE
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    codes = ranks.codes()
+    said = (tmp_path / "said").read_text()
+    assert codes == [2, -signal.SIGKILL], said[-3000:]
+    assert time.monotonic() - killed < 60
+    assert 3 <= torch.load(checkpoint, weights_only=True)["global_step"] < 60, "else there is nothing to resume"
+    (told,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert "another process of this run ended" in told
+    assert f"--ckpt_path {checkpoint} goes on" in told
+    copy = tmp_path / "copy" / "tiny" / "checkpoints" / "last.ckpt"
+    shutil.copytree(checkpoint.parent.parent, copy.parent.parent)
+    whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="whole", **LONG)
+    ranks.run([*two, "--ckpt_path", str(checkpoint)], tmp_path / "said again")
+    train(tmp_path, "--trainer.accumulate_grad_batches", "2", "--ckpt_path", str(copy), **LONG)
+    for resumed in (checkpoint, copy):
+        found = torch.load(resumed, weights_only=True)
+        assert found["global_step"] == 60
+        assert apart(found["state_dict"], final_state(whole)) < 1e-5
+
+
+@pytest.mark.slow
+def test_spread_heads_resume_alone_and_alone_ones_spread(ranks: Ranks, tmp_path: Path) -> None:
+    """Muon, whose steps need whole matrices, and a stream of data, on either side of a change of hands."""
+    changes = LONG | {"model__optimizer__kind": "muon", "trainer__max_steps": 12, "run__checkpoint_every": 6}
+    changes |= {"data__streaming": True, "data__stream_buffer": 10, "data__stream_sample": 20}
+    whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="whole", **changes)
+    half = changes | {"trainer__max_steps": 6}
+    schedule = {"model__optimizer__warmup": 0.0, "model__optimizer__decay": 0.0}
+    whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="flat", **(changes | schedule))
+    spread = ["--trainer.devices", "2", "--trainer.strategy", "fsdp"]
+    ranks.run(["--config", str(job(tmp_path, run__name="spread", **(half | schedule))), *spread], tmp_path / "said")
+    checkpoint = tmp_path / "runs" / "spread" / "checkpoints" / "last.ckpt"
+    resume = ["--ckpt_path", str(checkpoint)]
+    train(tmp_path, "--trainer.accumulate_grad_batches", "2", *resume, **(changes | schedule))
+    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-5
+    train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="alone", **(half | schedule))
+    checkpoint = tmp_path / "runs" / "alone" / "checkpoints" / "last.ckpt"
+    config = str(job(tmp_path, **(changes | schedule)))
+    ranks.run(["--config", config, *spread, "--ckpt_path", str(checkpoint)], tmp_path / "said")
+    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["first", "second"])
+def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, tmp_path: Path) -> None:
+    """Here one process starts the other, and each looks after the other."""
+    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, **(LONG | {"trainer__max_steps": 10**6})))]
+    command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    checkpoint, said = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt", tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not checkpoint.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(process.pid if victim == "first" else child, signal.SIGKILL)
+        if victim == "second":
+            assert process.wait(60) == 2
+            assert "process 1 of 2 (PID" in said.read_text()
+            assert "was killed by SIGKILL" in said.read_text()
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{child}").exists()
+    finally:
+        end_group(process)
