@@ -4,8 +4,8 @@ Knows: the console. Refuses to know: what a command does with either.
 """
 
 import os
+from collections.abc import Callable
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
-from mtp.loading import load
 from mtp.quantise import check_quantise, quantise
-from mtp.sharding import shard_base
+from mtp.sharding import load_sharded
 from train.options import BaseOptions
 
 COLUMNS = (
@@ -27,24 +26,23 @@ COLUMNS = (
 )
 
 
-def load_sharded(options: BaseOptions, mesh: DeviceMesh, console: Console) -> FrozenBase:
-    """This process's share of the base that the options name. Every process reads the whole from disk, a layer at a
-    time where the files allow."""
+def load_share(options: BaseOptions, mesh: DeviceMesh, console: Console, wait: Callable[[], None]) -> FrozenBase:
+    """This process's share of the base that the options name; `wait` returns when all processes are there."""
     if options.quantise is not None:
         raise UserError(
             f"model.base.quantise is {options.quantise}, and trainer.strategy fsdp spreads whole weights; use ddp, "
             "for which a rounded base may be small enough, or leave model.base.quantise out."
         )
-    found = load(
+    return load_sharded(
         options.name,
+        mesh,
         revision=options.revision,
         dtype=options.dtype,
-        device=torch.device(mesh.device_type),
         trust_remote_code=options.trust_remote_code,
         home=default_home(os.environ),
         on_progress=lambda stage: console.print(stage, highlight=False),
+        wait=wait,
     )
-    return shard_base(found.model, found.tokenizer, options.name, options.revision or found.revision, mesh)
 
 
 def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase:

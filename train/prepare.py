@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import lightning
-from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from rich.progress import Progress
 
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.memory import free_memory
-from train.console import COLUMNS, load_base, load_sharded
+from train.console import COLUMNS, load_base, load_share
 from train.cost import Devices, check_memory, estimate_memory, held_bytes, matrix_peak, product_dtype
 from train.data import ChatDataModule
 from train.feature_store import FeatureStore
@@ -34,7 +33,7 @@ def prepare(
     """Load base and data, build the heads, and show, estimate and test what will be trained. UserError where it cannot
     work. Of several processes the first tells and tests; tokens are made by one and read by the others."""
     trainer = processes.trainer
-    base = base_for(trainer.strategy, model.base_options, console)
+    base = base_for(processes, model.base_options, console)
     model.attach(base)
     data.set_tokenizer(base.tokenizer, vocab_size=base.vocab_size, context_length=base.context_length)
     if data.packing:
@@ -55,11 +54,12 @@ def prepare(
         model.meter.peak = matrix_peak(base.device, product_dtype(base))
 
 
-def base_for(strategy: Strategy, options: BaseOptions, console: Console) -> FrozenBase:
+def base_for(processes: Processes, options: BaseOptions, console: Console) -> FrozenBase:
     """The base on this process's device, or its share of one that is spread over all."""
-    if not isinstance(strategy, ShardedStrategy):
-        return load_base(options, str(strategy.root_device), console)
-    return load_sharded(options, strategy.mesh, console)
+    strategy = processes.trainer.strategy
+    if isinstance(strategy, ShardedStrategy):
+        return load_share(options, strategy.mesh, console, processes.wait)
+    return load_base(options, str(strategy.root_device), console)
 
 
 def check_streaming(trainer: lightning.Trainer, model: HeadsModule) -> None:

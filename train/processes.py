@@ -55,7 +55,7 @@ class Processes:
 
     @property
     def several(self) -> bool:
-        return self.count > 1
+        return self.count > 1 or isinstance(self.trainer.strategy, ShardedStrategy)
 
     def join(self, model: lightning.LightningModule, tell: Callable[[str], None]) -> None:
         """Start the other processes of this node, where that is up to this one, and meet all of them. From here on this
@@ -81,7 +81,8 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self, resume: Callable[[], str]) -> Iterator[None]:
-        """UserError, which tells by `resume` how to go on, where a process is lost inside; ends what this one started."""
+        """UserError, which tells by `resume` how to go on, where a process is lost inside. What this one started ends
+        with it."""
         try:
             yield
         except RuntimeError as error:
