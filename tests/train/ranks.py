@@ -4,8 +4,10 @@
 processes that find their place in the environment.
 """
 
+import importlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -79,8 +81,14 @@ def rank_process(arguments: list[str], said: str, place: dict[str, str]) -> Iter
         from train.cli import main
 
         rank_zero_only.rank = int(place["LOCAL_RANK"])
-        sys.argv = ["mtp-train", *arguments]
-        code = main(arguments)
+        if arguments[0].startswith("tests."):  # a function of the tests in place of mtp-train
+            module, name = arguments[0].split(":")
+            getattr(importlib.import_module(module), name)(*arguments[1:])
+            code = 0
+        else:
+            sys.argv = ["mtp-train", *arguments]
+            code = main(arguments)
+        print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     except BaseException:
         import traceback
 
