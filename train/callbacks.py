@@ -68,7 +68,7 @@ class ExportHeads(lightning.Callback):
         if decoded > self.longest.get(DECODED, 0.0):
             self.longest = {"step": trainer.global_step, DECODED: decoded}
         value = float(trainer.callback_metrics.get(MONITOR, 0.0))
-        if not value > self.best:  # nor is a NaN
+        if not trainer.strategy.broadcast(value > self.best):  # nor is a NaN; all save, or none
             return
         self.best = value
         measured = {key: x for key, x in pl_module.latest.items() if key.startswith(("val/", "decode/"))}

@@ -21,7 +21,7 @@ from train.order import Part
 from train.records import Record
 from train.report import DataReport, total
 from train.sources import held_out, parse_mixture, read_sources, without_prompts
-from train.stream import RowStream, StreamLoader
+from train.stream import ENDLESS, RowStream, StreamLoader
 from train.template import Tokenizer
 from train.token_cache import Encoded, encode_cached
 
@@ -132,6 +132,10 @@ class ChatDataModule(lightning.LightningDataModule):
         self.train_report = total(source.report for source in self.sources)
         if self.num_shared:
             self.train_report.notes.append(f"{self.num_shared:,} training records left out: data.val has their prompt")
+        if self.streaming:
+            self.train_report.notes.append(
+                f"streaming: so far the first {self.stream_sample:,} records of each source were looked at"
+            )
         if val:
             self.val_examples, self.val_report = self._encode(val)
         self._check(examples + self.val_examples)
@@ -172,6 +176,7 @@ class ChatDataModule(lightning.LightningDataModule):
             rank=rank,
             world_size=world_size,
             row_length=self.max_length if self.packing else None,
+            length=ENDLESS if self.trainer is None else self.trainer.max_steps * self.trainer.accumulate_grad_batches,
             identity={"sources_named": names, "buffer": self.stream_buffer, "max_length": self.max_length},
         )
 

@@ -89,7 +89,7 @@ class Processes:
             if not self.several or not _of_others(error):
                 raise
             self._done.wait(3 * LOOK)  # the watch may know which it was
-            reason = self.fault or f"another process of this run ended ({' '.join(str(error).split())[:160]})"
+            reason = self.fault or f"another process of this run ended ({_short(error)})"
             raise UserError(f"{reason}; {resume()}") from error
         finally:
             self._done.set()
@@ -131,3 +131,9 @@ class Processes:
 def _of_others(error: RuntimeError) -> bool:
     """Whether it says that another process does not answer."""
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def _short(error: RuntimeError) -> str:
+    """What it says, without the places in other people's code."""
+    told = " ".join(str(error).split())
+    return next((sign for sign in _SIGNS if sign in told and " " in sign), told[:100])

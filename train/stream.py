@@ -20,7 +20,7 @@ from train.loader import Batch, collate
 from train.order import Row, epoch_order
 from train.records import Record, normalise, open_dataset, open_lines, parse_line
 
-ENDLESS = 2**40  # batches; Lightning reads one ahead where there is no length, and a checkpoint would miss that one
+ENDLESS = 2**40  # batches
 EMPTY = 100  # blocks in a row without an example, after which something is wrong
 
 Encode = Callable[[list[Record]], list[Example]]
@@ -105,6 +105,8 @@ class StreamLoader:
         shares: of each source among all records, near enough in every block.
         encode: from records to examples; a thread calls it.
         size: records in a block.
+        length: batches that will be asked for. Lightning wants to know: where there is no length it reads one batch
+            ahead, which a checkpoint would miss.
         identity: what the batches depend on besides; a state of another is refused.
     """
 
@@ -121,11 +123,12 @@ class StreamLoader:
         rank: int = 0,
         world_size: int = 1,
         row_length: int | None = None,
+        length: int = ENDLESS,
         identity: dict[str, Any] | None = None,
     ) -> None:
         self.sources, self.shares, self.encode, self.size = list(sources), list(shares), encode, size
         self.batch_size, self.seed, self.pad_id = batch_size, seed, pad_id
-        self.rank, self.world_size, self.row_length = rank, world_size, row_length
+        self.rank, self.world_size, self.row_length, self.length = rank, world_size, row_length, length
         self.identity = {"seed": seed, "batch_size": batch_size, "row_length": row_length or 0, **(identity or {})}
         self._block: Block | None = None
         self._batch = 0  # of the block, over all ranks: the next one
@@ -134,7 +137,7 @@ class StreamLoader:
         self._ahead: Future[Block] | None = None
 
     def __len__(self) -> int:
-        return ENDLESS
+        return self.length
 
     def __iter__(self) -> Iterator[Batch]:
         while True:

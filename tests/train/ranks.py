@@ -105,8 +105,9 @@ def serve() -> None:
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         places = {"WORLD_SIZE": str(job["count"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        places |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(job["count"])}
         pids = [
-            next(rank_process(job["arguments"], job["said"], places | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}))
+            next(rank_process(job["arguments"], job["said"], places | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
             for rank in range(job["count"])
         ]
         print(json.dumps(pids), flush=True)
