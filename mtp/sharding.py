@@ -46,7 +46,8 @@ def load_sharded(
     wait()
     if found is None:
         found = load(name, dtype=None, device=device, on_progress=on_progress, **more)
-    model, facts = found.model, [None] * 3
+    model: Any = found.model
+    facts: list[Any] = [None] * 3
     if first:
         facts = [model.dtype, getattr(model, "generation_config", None), _fingerprint(model)]
     dist.broadcast_object_list(facts, 0)

@@ -100,6 +100,8 @@ def rank_process(arguments: list[str], said: str, place: dict[str, str]) -> Iter
 
 
 def serve() -> None:
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
     import train.cli  # noqa: F401
 
     for line in sys.stdin:

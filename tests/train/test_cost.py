@@ -157,15 +157,11 @@ def hold(folder: str) -> None:
     print("HELD", json.dumps(measured))
 
 
-def test_what_is_spread_takes_what_is_told(tmp_path: Path) -> None:
+def test_what_is_spread_takes_what_is_told(ranks: Ranks, tmp_path: Path) -> None:
     """And computes the same as the whole, on both processes, of which one has read the weights."""
     save_tiny("llama", tmp_path / "llama")
     whole = FrozenBase.from_pretrained(str(tmp_path / "llama"), dtype="float32", device="cpu")
-    server = Ranks()
-    try:
-        said = server.run(["tests.train.test_cost:hold", str(tmp_path / "llama")], tmp_path / "said")
-    finally:
-        server.close()
+    said = ranks.run(["tests.train.test_cost:hold", str(tmp_path / "llama")], tmp_path / "said")
     found = [json.loads(line.removeprefix("HELD ")) for line in said.splitlines() if line.startswith("HELD")]
     assert len(found) == 2
     hidden = whole.forward(torch.arange(12).unsqueeze(0)).hidden
@@ -219,7 +215,7 @@ def test_the_estimate_of_memory_holds(batch_size: int, length: int, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_estimate_of_memory_holds_on_each_of_two(strategy: str, tmp_path: Path) -> None:
+def test_the_estimate_of_memory_holds_on_each_of_two(strategy: str, ranks: Ranks, tmp_path: Path) -> None:
     """As above; the processes are forks, but what they share counts in each."""
     text = (Path("README.md").read_text() + Path("LICENSE").read_text()) * 6
     lines = [json.dumps({"text": text[i * 3000 : i * 3000 + 4096]}) for i in range(12)]
@@ -229,12 +225,8 @@ def test_the_estimate_of_memory_holds_on_each_of_two(strategy: str, tmp_path: Pa
     options |= {"run.dir": tmp_path / "runs", "run.wandb_project": "null", "model.features.keep": "false"}
     options |= {"model.start_positions": 2000, "model.decode.prompts": "null", "trainer.devices": 2}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    server = Ranks()
-    try:
-        whole = ["--config", "configs/smollm2-recurrent.yaml", *arguments, "--trainer.strategy", strategy]
-        said = server.run(whole, tmp_path / "said")
-    finally:
-        server.close()
+    whole = ["--config", "configs/smollm2-recurrent.yaml", *arguments, "--trainer.strategy", strategy]
+    said = ranks.run(whole, tmp_path / "said")
     told = re.search(r"memory: about ([\d.]+) GB at 4 × 512 tokens on each of 2 devices", said)
     assert told is not None
     for peak in re.findall(r"PEAK (\d+)", said):

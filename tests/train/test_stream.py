@@ -1,9 +1,8 @@
 """Streaming: a run sees exactly the records it would see uninterrupted, on any number of ranks, in bounded memory."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -17,6 +16,7 @@ import torch
 
 from mtp.errors import UserError
 from tests.tiny import tiny_tokenizer
+from tests.train.ranks import Ranks
 from tests.train.runs import QUESTIONS, job, train
 from tests.train.test_cli import final_state
 from train.chat import Example
@@ -25,6 +25,7 @@ from train.data import ChatDataModule
 from train.records import Record
 from train.stream import RowStream, StreamLoader
 
+PATIENCE = 180.0  # seconds for a process that takes a few where nothing else runs
 STREAM: dict[str, Any] = {"data__streaming": True, "data__stream_buffer": 10, "data__stream_sample": 20}
 
 
@@ -85,7 +86,7 @@ def test_a_pass_shows_every_record_once_and_in_another_order_than_the_file(kind:
     assert limited == {n for n in range(20) if n % 7 != 3}
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 5, 6, 17, 33])
+@pytest.mark.parametrize("stop", [0, 1, 5, 6, 33])
 @pytest.mark.parametrize("kind", ["lines", "parquet", "packed"])
 def test_a_resumed_stream_goes_on_exactly(stop: int, kind: str, tmp_path: Path) -> None:
     path = numbered(tmp_path, 41)
@@ -185,21 +186,21 @@ def rows(batch: dict[str, torch.Tensor]) -> Any:
     return zip(batch["tokens"], batch["attention_mask"], strict=True)
 
 
-def test_a_killed_run_on_a_stream_resumes_to_the_same_heads(tmp_path: Path) -> None:
+def test_a_killed_run_on_a_stream_resumes_to_the_same_heads(ranks: Ranks, tmp_path: Path) -> None:
     """kill -9 in the middle of the second or a later pass through the data."""
     changes = STREAM | {"trainer__max_steps": 30, "model__decode__prompts": None, "trainer__val_check_interval": 10}
     expected = final_state(train(tmp_path, **changes))
-    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, run__name="killed", **changes))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = ["--config", str(job(tmp_path, run__name="killed", **changes))]
     checkpoint = tmp_path / "runs" / "killed" / "checkpoints" / "last.ckpt"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    (process,) = ranks.start(arguments, tmp_path / "said", count=1)
+    deadline = time.monotonic() + PATIENCE
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process, signal.SIGKILL)
+    assert ranks.codes() == [-signal.SIGKILL], (tmp_path / "said").read_text()[-3000:]
     before = torch.load(checkpoint, weights_only=True)
     assert 3 <= before["global_step"] < 30, "the kill came too late to test anything"
-    assert main([*command[3:], "--ckpt_path", str(checkpoint)]) == 0
+    assert main([*arguments, "--ckpt_path", str(checkpoint)]) == 0
     resumed = final_state(checkpoint.parent.parent)
     for name, tensor in expected.items():
         assert torch.equal(tensor, resumed[name]), name
