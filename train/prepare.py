@@ -52,6 +52,7 @@ def prepare(
         if model.feature_options.keep:
             model.store = keep_features(model, data, base, home, console, processes)
         model.meter.peak = matrix_peak(base.device, product_dtype(base))
+    processes.wait()  # training itself has less patience
 
 
 def base_for(processes: Processes, options: BaseOptions, console: Console) -> FrozenBase:

@@ -4,10 +4,12 @@
 processes that find their place in the environment.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ class Ranks:
     def __init__(self) -> None:
         alien = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in alien}
+        self._running: list[int] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.train.ranks"],
             stdin=subprocess.PIPE,
@@ -33,12 +36,19 @@ class Ranks:
     def start(self, arguments: list[str], said: Path, count: int = 2) -> list[int]:
         """Begin `mtp-train` with these arguments in `count` processes; their ids. What they say goes to a file."""
         assert self._process.stdin is not None
+        if self._running:  # a test that failed has left them
+            for pid in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.codes()
         self._process.stdin.write(json.dumps({"arguments": arguments, "said": str(said), "count": count}) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        self._running = self._answer()
+        return self._running
 
     def codes(self) -> list[int]:
         """Wait for the ends of what was started; negative is a signal."""
+        self._running = []
         return self._answer()
 
     def run(self, arguments: list[str], said: Path, count: int = 2) -> str:

@@ -53,6 +53,15 @@ def test_heads_learn_the_rounded_base(tmp_path: Path) -> None:
     assert len(list((tmp_path / "kept").iterdir())) == 2, "those of each base in a folder of their own"
 
 
+def test_a_base_in_half_precision_trains_heads_in_single(tmp_path: Path) -> None:
+    run = train(tmp_path, "--model.base.dtype", "bfloat16", **SHORT)
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    states = checkpoint["optimizer_states"][0]["state"].values()
+    kept = [*checkpoint["state_dict"].values(), *(value for state in states for value in state.values())]
+    assert {tensor.dtype for tensor in kept if tensor.is_floating_point()} == {torch.float32}
+    assert {p.dtype for p in load_heads(run / "heads").parameters()} == {torch.float32}
+
+
 def test_what_is_not_offered_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

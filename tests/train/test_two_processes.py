@@ -10,19 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
+import torch.distributed as dist
 
 from mtp.hub import load_heads
 from tests.train.ranks import Ranks
 from tests.train.runs import job, read_metrics, train
 from tests.train.test_cli import final_state
+from train.processes import Processes
 
 CHANGES: dict[str, Any] = {
-    "model__decode__prompts": None,
     "data__batch_size": 2,
     "trainer__max_steps": 3,
     "trainer__log_every_n_steps": 3,
@@ -119,7 +122,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 def numbers(run: Path) -> dict[str, float]:
     """A run's last metrics, of those that tell of all batches and not of one process and its time."""
     last = {key: float(value) for row in read_metrics(run) for key, value in row.items() if value}
-    kinds = ("train/loss", "train/alpha", "train/greedy", "val/")
+    kinds = ("train/loss", "train/alpha", "train/greedy", "val/", "decode/a")
     return {key: last[key] for key in last if key.startswith(kinds) or key == "train/grad_norm"}
 
 
@@ -174,6 +177,29 @@ def test_other_seeds_and_local_means_differ(alone: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(HeadsModule, "training_step", local)
     other = train(tmp_path, *TWICE, run__name="local", **UNEVEN)
     assert apart(final_state(alone), final_state(other)) > 1e-4
+
+
+def late() -> None:
+    """In each of two processes, of which the first is slow: what waits for preparation, and what waits for a step."""
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, barebones=True)
+    processes = Processes(trainer)
+    processes.join(lightning.LightningModule(), print)
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+    time.sleep(6 if processes.rank == 0 else 0)
+    processes.wait()
+    print("WAITED", flush=True)
+    time.sleep(6 if processes.rank == 0 else 0)
+    try:
+        dist.barrier(group=impatient)
+    except RuntimeError:
+        print("GAVE UP", flush=True)
+
+
+@pytest.mark.slow
+def test_who_prepares_longer_than_a_step_may_take_is_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(["tests.train.test_two_processes:late"], tmp_path / "said")
+    assert said.count("WAITED") == 2
+    assert "GAVE UP" in said, "the control: a step would not have waited"
 
 
 LONG: dict[str, Any] = {
