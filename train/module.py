@@ -349,7 +349,7 @@ class HeadsModule(lightning.LightningModule):
 
     def _count_flops(self) -> float:
         """Operations per token of the first batch, which is thrown away: counting changes how gradients round."""
-        batch = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
+        batch = next(iter(self.trainer.datamodule.all_batches()))  # type: ignore[attr-defined]
         batch = {name: tensor.to(self.base.device) for name, tensor in batch.items()}
         flops = count_flops(lambda: self.draft_sums(batch).total.backward())
         self.zero_grad()

@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from mtp.errors import UserError
@@ -114,7 +115,8 @@ class Processes:
             if code:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
                 return f"process {number} of {self.count} (PID {child.pid}) {how}"
-        started_here = not self._children and self.rank and "TORCHELASTIC_RUN_ID" not in os.environ
+        environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        started_here = isinstance(environment, LightningEnvironment) and self.rank > 0
         return "the process that started this one is gone" if started_here and os.getppid() != parent else None
 
     def _end_children(self) -> None:
