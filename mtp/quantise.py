@@ -33,29 +33,26 @@ def check_quantise(kind: str | None, option: str = "--quantise") -> None:
 def quantise(base: FrozenBase, kind: str, option: str = "--quantise") -> None:
     """Hold the matrices of the decoder layers as integers, in place: `int8` with one factor per row, `int4` with one
     and an offset per 32 weights. Embedding and output matrix stay as they are, so heads that are bound to them stay
-    bound. UserError as `check_quantise`, and where torchao has no `int4` for this device and precision."""
+    bound. UserError as `check_quantise`, and for `int4` elsewhere than in bfloat16 on a GPU, where torchao has it."""
     check_quantise(kind, option)
     from torchao.quantization import quantize_
 
-    base.mark_quantised(kind)
-    try:
-        quantize_(base.layers, _config(kind, base.device))
-    except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+    if kind == "int4" and (base.device.type != "cuda" or base.dtype != torch.bfloat16):
         raise UserError(
-            f"{option} {kind} does not work with base {base.name!r} in {base.dtype} on {base.device} "
-            f"({' '.join(str(error).split())[:200]}); int4 wants bfloat16 and a GPU: use int8, or leave {option} out."
-        ) from error
+            f"{option} is int4, which needs bfloat16 and a CUDA device, and base {base.name!r} is in {base.dtype} on "
+            f"{base.device}; use int8, or leave {option} out."
+        )
+    base.mark_quantised(kind)
+    quantize_(base.layers, _config(kind))
 
 
-def _config(kind: str, device: torch.device) -> Any:
+def _config(kind: str) -> Any:
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
         return Int8WeightOnlyConfig()
     from torchao.quantization import Int4WeightOnlyConfig
 
-    if device.type == "cpu":
-        return Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="opaque")
     return Int4WeightOnlyConfig(
         group_size=GROUP, int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq"
     )
