@@ -15,9 +15,7 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from decode import Decoder
 from decode.prompts import read_prompts
@@ -26,7 +24,7 @@ from decode.together import batch_fault
 from mtp.base import FrozenBase
 from mtp.config import HeadsConfig, HeadsOptions
 from mtp.errors import UserError
-from mtp.heads import Heads, RecurrentHeads, build_heads
+from mtp.heads import Heads, RecurrentHeads
 from mtp.initialise import new_heads
 from mtp.losses import LossOptions, LossWeights
 from mtp.objective import DraftSums, draft_sums, to_draft
@@ -40,7 +38,7 @@ from train.loader import Batch
 from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
-from train.sharded import ShardedStrategy, share_progress
+from train.sharded import ShardedStrategy, merged, share_progress, whole_heads
 from train.start import earlier_heads, start_heads
 from train.summary import decode_metrics, summarise
 from train.teaching import Lesson, from_base, from_store
@@ -143,11 +141,7 @@ class HeadsModule(lightning.LightningModule):
 
     def whole_heads(self) -> Heads:
         """The heads to save or decode with; a copy of all of them on every process where they are spread."""
-        if not isinstance(self.trained, FSDPModule):
-            return self.trained
-        copy = build_heads(self.trained.config).to(self.base.device)
-        copy.load_state_dict({name: whole(tensor) for name, tensor in self.trained.state_dict().items()})
-        return copy.bind(self.base.embedding, self.base.output_matrix)
+        return whole_heads(self.trained, self.base)
 
     def _draft_vocab(self, data: ChatDataModule) -> Tensor | None:
         size = self.heads_options.draft_vocab_size
@@ -279,19 +273,7 @@ class HeadsModule(lightning.LightningModule):
                 total = result.stats
             else:
                 total.merge(result.stats)
-        return total if count == 1 else self._merged(total, count)
-
-    def _merged(self, stats: DecodeStats | None, count: int) -> DecodeStats | None:
-        """Of all processes, in their order, on the first; None on the others."""
-        found: list[DecodeStats | None] | None = [None] * count if self.global_rank == 0 else None
-        dist.gather_object(stats, found)
-        total: DecodeStats | None = None
-        for one in filter(None, found or []):
-            if total is None:
-                total = one
-            else:
-                total.merge(one)
-        return total
+        return total if count == 1 else merged(total, count)
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         """The sum over all processes. What is given stays as it is: reducing happens in place."""

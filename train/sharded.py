@@ -1,7 +1,8 @@
 """Lightning's strategy for heads and base that are spread over all devices: `trainer.strategy: fsdp`.
 
 Knows: FSDP2 through Lightning's ModelParallelStrategy, and that a checkpoint is the file that one process would write:
-it loads under any strategy and on any number of devices. Refuses to know: what is trained.
+it loads under any strategy and on any number of devices; and how what is spread becomes whole. Refuses to know: what is
+trained.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from decode.stats import DecodeStats
+from mtp.base import FrozenBase
+from mtp.heads import Heads, build_heads
 from mtp.sharding import spread_like, whole
 from train.loader import rescaled
 
@@ -75,6 +79,28 @@ class ShardedStrategy(ModelParallelStrategy):
             for part in getattr(optimizer, "parts", [optimizer]):
                 for parameter, held in part.state.items():
                     _spread(held, parameter)
+
+
+def whole_heads(heads: Heads, base: FrozenBase) -> Heads:
+    """The heads themselves, or a whole copy, on every process, of those that are spread."""
+    if not isinstance(heads, FSDPModule):
+        return heads
+    copy = build_heads(heads.config).to(base.device)
+    copy.load_state_dict({name: whole(tensor) for name, tensor in heads.state_dict().items()})
+    return copy.bind(base.embedding, base.output_matrix)
+
+
+def merged(stats: DecodeStats | None, count: int) -> DecodeStats | None:
+    """What `count` processes have decoded, in their order, on the first; None on the others."""
+    found: list[DecodeStats | None] | None = [None] * count if dist.get_rank() == 0 else None
+    dist.gather_object(stats, found)
+    total: DecodeStats | None = None
+    for one in filter(None, found or []):
+        if total is None:
+            total = one
+        else:
+            total.merge(one)
+    return total
 
 
 def share_progress(checkpoint: dict[str, Any], world_size: int) -> None:
