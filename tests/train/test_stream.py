@@ -25,7 +25,7 @@ from train.data import ChatDataModule
 from train.records import Record
 from train.stream import RowStream, StreamLoader
 
-PATIENCE = 180.0  # seconds for a process that takes a few where nothing else runs
+PATIENCE = 600.0  # seconds for a process that takes a few where nothing else runs
 STREAM: dict[str, Any] = {"data__streaming": True, "data__stream_buffer": 10, "data__stream_sample": 20}
 
 

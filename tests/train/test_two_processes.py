@@ -30,7 +30,7 @@ CHANGES: dict[str, Any] = {
     "trainer__max_steps": 3,
     "trainer__log_every_n_steps": 3,
 }
-PATIENCE = 180.0  # seconds for two processes; about twenty where nothing else runs, and most of them are imports
+PATIENCE = 600.0  # seconds for two processes; about twenty where nothing else runs, and most of them are imports
 
 
 @pytest.fixture(autouse=True)
