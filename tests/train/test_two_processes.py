@@ -202,8 +202,11 @@ def test_who_prepares_longer_than_a_step_may_take_is_waited_for(ranks: Ranks, tm
     assert "GAVE UP" in said, "the control: a step would not have waited"
 
 
+# A small learning rate: the norm by which gradients are clipped is summed in another order where they are spread, and at
+# 0.01 the 1e-7 between two orders has grown to 6e-5 after 12 steps and 4e-2 after 60.
 LONG: dict[str, Any] = {
     "model__decode__prompts": None,
+    "model__optimizer__lr": 3e-4,
     "data__batch_size": 2,
     "trainer__max_steps": 60,
     "trainer__val_check_interval": 1000,
@@ -226,7 +229,8 @@ def test_a_killed_process_ends_the_run_which_goes_on_anywhere(strategy: str, ran
     said = (tmp_path / "said").read_text()
     assert codes == [2, -signal.SIGKILL], said[-3000:]
     assert time.monotonic() - killed < 60
-    assert 3 <= torch.load(checkpoint, weights_only=True)["global_step"] < 60, "else there is nothing to resume"
+    left = torch.load(checkpoint, weights_only=True)
+    assert 3 <= left["global_step"] < 60, "else there is nothing to resume"
     (told,) = (line for line in said.splitlines() if line.startswith("error: "))
     assert "another process of this run ended" in told
     assert f"--ckpt_path {checkpoint} goes on" in told
@@ -238,7 +242,8 @@ def test_a_killed_process_ends_the_run_which_goes_on_anywhere(strategy: str, ran
     for resumed in (checkpoint, copy):
         found = torch.load(resumed, weights_only=True)
         assert found["global_step"] == 60
-        assert apart(found["state_dict"], final_state(whole)) < 1e-5
+        assert apart(found["state_dict"], final_state(whole)) < 1e-4
+    assert apart(left["state_dict"], final_state(whole)) > 1e-3, "the control: what was left to train matters"
 
 
 @pytest.mark.slow
@@ -246,7 +251,6 @@ def test_spread_heads_resume_alone_and_alone_ones_spread(ranks: Ranks, tmp_path:
     """Muon, whose steps need whole matrices, and a stream of data, on either side of a change of hands."""
     changes = LONG | {"model__optimizer__kind": "muon", "trainer__max_steps": 12, "run__checkpoint_every": 6}
     changes |= {"data__streaming": True, "data__stream_buffer": 10, "data__stream_sample": 20}
-    whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="whole", **changes)
     half = changes | {"trainer__max_steps": 6}
     schedule = {"model__optimizer__warmup": 0.0, "model__optimizer__decay": 0.0}
     whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="flat", **(changes | schedule))
@@ -255,12 +259,12 @@ def test_spread_heads_resume_alone_and_alone_ones_spread(ranks: Ranks, tmp_path:
     checkpoint = tmp_path / "runs" / "spread" / "checkpoints" / "last.ckpt"
     resume = ["--ckpt_path", str(checkpoint)]
     train(tmp_path, "--trainer.accumulate_grad_batches", "2", *resume, **(changes | schedule))
-    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-5
+    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-4
     train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="alone", **(half | schedule))
     checkpoint = tmp_path / "runs" / "alone" / "checkpoints" / "last.ckpt"
     config = str(job(tmp_path, **(changes | schedule)))
     ranks.run(["--config", config, *spread, "--ckpt_path", str(checkpoint)], tmp_path / "said")
-    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-5
+    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-4
 
 
 @pytest.mark.slow
