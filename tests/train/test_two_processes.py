@@ -202,7 +202,7 @@ def test_who_prepares_longer_than_a_step_may_take_is_waited_for(ranks: Ranks, tm
     assert "GAVE UP" in said, "the control: a step would not have waited"
 
 
-# A small learning rate: the norm by which gradients are clipped is summed in another order where they are spread, and at
+# A small learning rate: where gradients are spread, the norm that clips them is summed in another order, and at
 # 0.01 the 1e-7 between two orders has grown to 6e-5 after 12 steps and 4e-2 after 60.
 LONG: dict[str, Any] = {
     "model__decode__prompts": None,
