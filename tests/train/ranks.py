@@ -98,7 +98,8 @@ def rank_process(arguments: list[str], said: str, place: dict[str, str]) -> Iter
         else:
             sys.argv = ["mtp-train", *arguments]
             code = main(arguments)
-        print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        print("PEAK", used.ru_maxrss * 1024, "bytes", round(used.ru_utime + used.ru_stime, 1), "seconds")
     except BaseException:
         import traceback
 
