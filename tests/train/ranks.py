@@ -37,9 +37,7 @@ class Ranks:
         """Begin `mtp-train` with these arguments in `count` processes; their ids. What they say goes to a file."""
         assert self._process.stdin is not None
         if self._running:  # a test that failed has left them
-            for pid in self._running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._kill()
             self.codes()
         self._process.stdin.write(json.dumps({"arguments": arguments, "said": str(said), "count": count}) + "\n")
         self._process.stdin.flush()
@@ -63,7 +61,13 @@ class Ranks:
         found: list[int] = json.loads(self._process.stdout.readline())
         return found
 
+    def _kill(self) -> None:
+        for pid in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
+        self._kill()
         self._process.kill()
         self._process.communicate()
 
