@@ -107,21 +107,32 @@ def _spread_layer(layer: nn.Module, mesh: DeviceMesh, device: torch.device) -> N
 
 
 def _copy_rest(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, device: torch.device) -> None:
-    """Everything outside the layers, whole; what is tied stays tied."""
-    inside, known = {id(module) for module in layers.modules()}, dict[int, nn.Parameter]()
-    for module in model.modules():
-        if id(module) in inside:
-            continue
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in known:
-                known[id(parameter)] = nn.Parameter(_copied(parameter, mesh, device), requires_grad=False)
-            module._parameters[name] = known[id(parameter)]
+    """Everything outside the layers, whole. What is tied in the first process becomes tied in all; an empty model may
+    not have it tied."""
+    inside = {id(module) for module in layers.modules()}
+    outside = {prefix: module for prefix, module in model.named_modules() if id(module) not in inside}
+    places: list[Any] = [
+        [
+            (prefix, name, id(p))
+            for prefix, module in outside.items()
+            for name, p in module.named_parameters(recurse=False)
+        ]
+    ]
+    dist.broadcast_object_list(places, 0)
+    known: dict[int, nn.Parameter] = {}
+    for prefix, name, key in places[0]:
+        parameters = outside[prefix]._parameters
+        if key not in known:
+            known[key] = nn.Parameter(_copied(parameters[name], mesh, device), requires_grad=False)
+        parameters[name] = known[key]
+    for module in outside.values():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, _copied(buffer, mesh, device))
 
 
-def _copied(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
+def _copied(tensor: Tensor | None, mesh: DeviceMesh, device: torch.device) -> Tensor:
     """The first process's tensor, everywhere."""
+    assert tensor is not None
     first = mesh.get_rank() == 0
     copy = tensor.detach().to(device) if first else torch.empty_like(tensor, device=device, requires_grad=False)
     copy = copy.contiguous()

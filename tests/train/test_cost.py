@@ -152,16 +152,16 @@ def hold(folder: str) -> None:
         layer.self_attn.register_forward_pre_hook(look)
     hidden = base.forward(torch.arange(12).unsqueeze(0)).hidden
     measured = {"held": held_bytes(base), "told": base_bytes(base, Devices(2, True)), "most": most}
-    measured |= {"layer": max(sum(p.nbytes for p in layer.parameters()) for layer in tiny_model("llama").model.layers)}
+    measured |= {"layer": max(sum(p.nbytes for p in layer.parameters()) for layer in tiny_model("qwen2").model.layers)}
     measured |= {"fingerprint": base.fingerprint(), "hidden": float(hidden.double().sum()), "eos": base.eos_token_ids}
     print("HELD", json.dumps(measured))
 
 
 def test_what_is_spread_takes_what_is_told(ranks: Ranks, tmp_path: Path) -> None:
     """And computes the same as the whole, on both processes, of which one has read the weights."""
-    save_tiny("llama", tmp_path / "llama")
-    whole = FrozenBase.from_pretrained(str(tmp_path / "llama"), dtype="float32", device="cpu")
-    said = ranks.run(["tests.train.test_cost:hold", str(tmp_path / "llama")], tmp_path / "said")
+    save_tiny("qwen2", tmp_path / "qwen2")  # whose embedding is its output matrix
+    whole = FrozenBase.from_pretrained(str(tmp_path / "qwen2"), dtype="float32", device="cpu")
+    said = ranks.run(["tests.train.test_cost:hold", str(tmp_path / "qwen2")], tmp_path / "said")
     found = [json.loads(line.removeprefix("HELD ")) for line in said.splitlines() if line.startswith("HELD")]
     assert len(found) == 2
     hidden = whole.forward(torch.arange(12).unsqueeze(0)).hidden
