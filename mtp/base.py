@@ -70,6 +70,7 @@ class FrozenBase:
         self._tree_fault: str | None = _UNKNOWN
         self._packing_fault: str | None = _UNKNOWN
         self.quantised: str | None = None  # how its weights were rounded
+        self.sharded = False  # over several devices: see `mtp.sharding`
         self._loaded_fingerprint: str | None = None
         self.kernels: Kernels | None = None  # for the logits of a few rows
         self.steps: Steps | None = None  # what runs over a few rows of one text; None is the model itself
@@ -118,8 +119,10 @@ class FrozenBase:
         return cls(model, tokenizer, name, revision)
 
     def to(self, device: torch.device | str) -> "FrozenBase":
-        """Move the model to `device`; its precision stays. What made its steps faster stays behind."""
-        self.model.to(device)
+        """Move the model to `device`; its precision stays. What made its steps faster stays behind. One that is sharded
+        is where it belongs."""
+        if not self.sharded:
+            self.model.to(device)
         self.kernels = self.steps = self.several = None
         return self
 
@@ -333,6 +336,11 @@ class FrozenBase:
     def mark_quantised(self, kind: str) -> None:
         """Note that the weights are about to be rounded; see `mtp.quantise`."""
         self._loaded_fingerprint, self.quantised = self.fingerprint(), kind
+
+    def mark_sharded(self, fingerprint: str) -> None:
+        """Note that the weights are spread over several devices, and the fingerprint that they had; see
+        `mtp.sharding`."""
+        self._loaded_fingerprint, self.sharded = fingerprint, True
 
     def tokenizer_fingerprint(self) -> str:
         """Hash of vocabulary, special tokens and chat template; see `mtp.fingerprint.tokenizer_fingerprint`."""

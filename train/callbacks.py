@@ -136,7 +136,7 @@ class ExportHeads(lightning.Callback):
         if decoded > self.longest.get(DECODED, 0.0):
             self.longest = {"step": trainer.global_step, DECODED: decoded}
         value = float(trainer.callback_metrics.get(MONITOR, 0.0))
-        if not value > self.best:  # nor is a NaN
+        if not trainer.strategy.broadcast(value > self.best):  # nor is a NaN; all save, or none
             return
         self.best = value
         measured = {key: x for key, x in pl_module.latest.items() if key.startswith(("val/", "decode/"))}
@@ -154,9 +154,9 @@ class ExportHeads(lightning.Callback):
 
     def _save(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, HeadsModule)
+        heads = module.whole_heads()  # of all processes
         if trainer.is_global_zero:
-            card = card_of_run(module.trained.config, self.folder.parent, self.metrics)
-            save_heads(module.trained, self.folder, card)
+            save_heads(heads, self.folder, card_of_run(heads.config, self.folder.parent, self.metrics))
 
 
 class ConsoleReport(lightning.Callback):

@@ -4,6 +4,7 @@ Knows: the console. Refuses to know: what a command does with either.
 """
 
 import os
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import (
@@ -16,9 +17,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from torch.distributed.device_mesh import DeviceMesh
 
 from mtp.base import FrozenBase
 from mtp.embedded import default_home
+from mtp.errors import UserError
+from mtp.quantise import check_quantise, quantise
+from mtp.sharding import load_sharded
 from train.options import BaseOptions
 
 
@@ -42,9 +47,29 @@ COLUMNS: tuple[ProgressColumn, ...] = (
 )
 
 
+def load_share(options: BaseOptions, mesh: DeviceMesh, console: Console, wait: Callable[[], None]) -> FrozenBase:
+    """This process's share of the base that the options name; `wait` returns when all processes are there."""
+    if options.quantise is not None:
+        raise UserError(
+            f"model.base.quantise is {options.quantise}, and trainer.strategy fsdp spreads whole weights; use ddp, "
+            "for which a rounded base may be small enough, or leave model.base.quantise out."
+        )
+    return load_sharded(
+        options.name,
+        mesh,
+        revision=options.revision,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        home=default_home(os.environ),
+        on_progress=lambda stage: console.print(stage, highlight=False),
+        wait=wait,
+    )
+
+
 def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase:
     """The base that the options name, on `device`."""
-    return FrozenBase.from_pretrained(
+    check_quantise(options.quantise, "model.base.quantise")
+    base = FrozenBase.from_pretrained(
         options.name,
         revision=options.revision,
         dtype=options.dtype,
@@ -53,3 +78,6 @@ def load_base(options: BaseOptions, device: str, console: Console) -> FrozenBase
         home=default_home(os.environ),
         on_progress=lambda stage: console.print(stage, highlight=False),
     )
+    if options.quantise is not None:
+        quantise(base, options.quantise, "model.base.quantise")
+    return base

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtp.base import FrozenBase
@@ -51,8 +53,16 @@ def count_flops(work: Callable[[], object]) -> int:
 
 
 @dataclass(frozen=True)
+class Devices:
+    """How many devices a run has, and whether base and heads are spread over them (`fsdp`) or whole on each (`ddp`)."""
+
+    count: int = 1
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
 class Memory:
-    """An estimate in bytes: what stays, and what one token of a batch adds."""
+    """An estimate in bytes, for one device: what stays, and what one token of a batch adds."""
 
     fixed: int
     per_token: int
@@ -62,8 +72,42 @@ class Memory:
         return self.fixed + self.per_token * tokens
 
 
-def estimate_memory(base: FrozenBase, heads: Heads, length: int, chunk: int, states: int = 2) -> Memory:
-    """Memory of training on rows of `length` tokens; `states`: numbers an optimiser keeps per parameter.
+def base_bytes(base: FrozenBase, devices: Devices) -> int:
+    """Of the base's weights on each device. Sharded, that is an equal part of the decoder layers, two whole ones (one
+    runs, the next arrives), and embedding, output matrix and norms."""
+    layers = [sum(map(stored_bytes, layer.parameters())) for layer in base.layers]
+    every = sum(map(stored_bytes, base.model.parameters()))
+    if not devices.sharded:
+        return every
+    return every - sum(layers) + -(-sum(layers) // devices.count) + 2 * max(layers)
+
+
+def stored_bytes(weight: Tensor) -> int:
+    """Of a whole matrix: one that is quantised consists of several, and of one that is spread all parts count."""
+    if isinstance(weight, DTensor) or not hasattr(weight, "__tensor_flatten__"):
+        return weight.numel() * weight.element_size()
+    parts: list[str] = weight.__tensor_flatten__()[0]
+    return sum(stored_bytes(getattr(weight, part)) for part in parts)
+
+
+def held_bytes(base: FrozenBase) -> int:
+    """Of the base's weights that are on this device already."""
+    weights = [p.to_local() if isinstance(p, DTensor) else p for p in base.model.parameters()]
+    return sum(map(stored_bytes, weights))
+
+
+def heads_bytes(parameters: int, states: int, devices: Devices) -> int:
+    """Of `parameters` of heads in float32 with gradients and the optimiser's `states`, on each device. Spread, a whole
+    copy of weights and gradients is there while they are worked on; whole, gradients are averaged in a copy of them."""
+    if devices.sharded:
+        return 4 * (-(-parameters * (2 + states) // devices.count) + 2 * parameters)
+    return 4 * parameters * (2 + states + (devices.count > 1))
+
+
+def estimate_memory(
+    base: FrozenBase, heads: Heads, length: int, chunk: int, states: int = 2, devices: Devices = Devices()
+) -> Memory:
+    """Memory on each device of training on rows of `length` tokens; `states`: numbers an optimiser keeps per parameter.
 
     Per token and draft position the heads keep what their backward pass needs: about 8 D + 5 I numbers. Recurrent ones
     also keep a score per query head and visible token, and hold some five more of these while they compute. The loss
@@ -72,7 +116,7 @@ def estimate_memory(base: FrozenBase, heads: Heads, length: int, chunk: int, sta
     """
     config, size = heads.config, base.hidden_size
     parameters = sum(p.numel() for p in heads.parameters())
-    weights = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    weights = base_bytes(base, devices) + heads_bytes(parameters, states, devices)
     copied = 0 if config.draft_vocab_size is None else config.proposals * size * 4
     loss = chunk * (5 * config.draft_length * config.proposals + 3 * base.vocab_size) * 4
     block = config.block
@@ -80,7 +124,7 @@ def estimate_memory(base: FrozenBase, heads: Heads, length: int, chunk: int, sta
     scores = block.num_attention_heads * length if block is not None and config.kind == "recurrent" else 0
     per_token = 4 * (config.draft_length * (step + scores) + 5 * scores + 3 * config.feature_size + 12 * size)
     runtime = 600 * 2**20  # interpreter, libraries, and buffers of the matrix products
-    return Memory(runtime + weights + copied + parameters * 4 * (2 + states) + loss, per_token)
+    return Memory(runtime + weights + copied + loss, per_token)
 
 
 def check_memory(memory: Memory, batch_size: int, length: int, free: int | None) -> str:

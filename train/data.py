@@ -6,6 +6,7 @@ Refuses to know: how records are read and marked (`train.records`, `train.chat`)
 Sizes: V vocabulary.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from mtp.errors import UserError
-from train.chat import Example, show
+from train.chat import Example, encode_records, show
 from train.loader import Batch, FixedLoader, ResumableLoader
 from train.order import Part
 from train.records import Record
 from train.report import DataReport, total
 from train.sources import held_out, parse_mixture, read_sources, without_prompts
+from train.stream import ENDLESS, RowStream, StreamLoader
 from train.template import Tokenizer
 from train.token_cache import Encoded, encode_cached
 
@@ -47,6 +49,12 @@ class ChatDataModule(lightning.LightningDataModule):
             less padding; validation is never packed.
         seed: Decides the order of training batches.
         limit: Use only that many records of each source of `train`, before anything is held out.
+        streaming: Read `train` while training, for data larger than memory or disk. What is told before the first step,
+            the draft vocabulary, and what `val_size` holds out come from the first `stream_sample` records of each
+            source. Weights are then shares of the records, in every block alike, and `trainer.max_steps` says when to
+            end.
+        stream_buffer: Records of all sources that are shuffled among each other; two such blocks are in memory.
+        stream_sample: See `streaming`.
         split: The split of `train` sources that have splits.
         val_split: The split of `val` sources that have splits.
         cache_dir: Folder in which tokens are kept, so that the same data are tokenised once; null keeps none.
@@ -63,6 +71,9 @@ class ChatDataModule(lightning.LightningDataModule):
         packing: bool = False,
         seed: int = 0,
         limit: int | None = None,
+        streaming: bool = False,
+        stream_buffer: int = 4096,
+        stream_sample: int = 10_000,
         split: str = "train",
         val_split: str = "validation",
         cache_dir: str | None = None,
@@ -74,6 +85,8 @@ class ChatDataModule(lightning.LightningDataModule):
             ("batch_size", batch_size, 1),
             ("val_batch_size", 1 if val_batch_size is None else val_batch_size, 1),
             ("limit", 1 if limit is None else limit, 1),
+            ("stream_buffer", stream_buffer, 1),
+            ("stream_sample", stream_sample, 1),
         ):
             if value < least:
                 raise UserError(f"data.{name} is {value}; allowed is {least} or more.")
@@ -81,7 +94,10 @@ class ChatDataModule(lightning.LightningDataModule):
         self.val_sources = [] if val is None else parse_mixture(val, "data.val")
         self.val_size, self.max_length, self.seed, self.limit = val_size, max_length, seed, limit
         self.batch_size, self.val_batch_size, self.packing = batch_size, val_batch_size or batch_size, packing
+        self.streaming, self.stream_buffer, self.stream_sample = streaming, stream_buffer, stream_sample
         self.split, self.val_split = split, val_split
+        self._held: set[str] = set()  # prompts of validation
+        self._own_tokenizer: Tokenizer = None
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self.tokenizer: Tokenizer = None
         self.vocab_size: int | None = None
@@ -116,17 +132,21 @@ class ChatDataModule(lightning.LightningDataModule):
         self.train_report = total(source.report for source in self.sources)
         if self.num_shared:
             self.train_report.notes.append(f"{self.num_shared:,} training records left out: data.val has their prompt")
+        if self.streaming:
+            self.train_report.notes.append(
+                f"streaming: so far the first {self.stream_sample:,} records of each source were looked at"
+            )
         if val:
             self.val_examples, self.val_report = self._encode(val)
         self._check(examples + self.val_examples)
         self.train_examples = examples
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> ResumableLoader | StreamLoader:
         """This rank's share of the training batches."""
-        return self._train_loader(*self._place())
+        return self._stream(*self._place()) if self.streaming else self._train_loader(*self._place())
 
     def all_batches(self) -> ResumableLoader:
-        """The training batches of all ranks, in order."""
+        """The training batches of all ranks, in order; of the first records only with `streaming`."""
         return self._train_loader(0, 1)
 
     def _train_loader(self, rank: int, world_size: int) -> ResumableLoader:
@@ -140,6 +160,34 @@ class ChatDataModule(lightning.LightningDataModule):
             parts=self.parts(),
             row_length=self.max_length if self.packing else None,
         )
+
+    def _stream(self, rank: int, world_size: int) -> StreamLoader:
+        self._own_tokenizer = copy.deepcopy(self.tokenizer)  # for the thread that reads; they are not made for two
+        shares = [source.weight for source in self.sources]
+        names = ", ".join(f"{source.name} × {source.weight:g}" for source in self.sources)
+        return StreamLoader(
+            [RowStream(source.name, self.split, self.limit) for source in self.sources],
+            shares,
+            self._encode_block,
+            self.stream_buffer,
+            self.batch_size,
+            seed=self.seed,
+            pad_id=self._pad_id(),
+            rank=rank,
+            world_size=world_size,
+            row_length=self.max_length if self.packing else None,
+            length=ENDLESS if self.trainer is None else self.trainer.max_steps * self.trainer.accumulate_grad_batches,
+            identity={"sources_named": names, "buffer": self.stream_buffer, "max_length": self.max_length},
+        )
+
+    def _encode_block(self, records: list[Record]) -> list[Example]:
+        """Examples of some records of a stream; those of validation are left out."""
+        wanted = without_prompts(records, self._held)
+        if not wanted:
+            return []
+        examples, _ = encode_records(wanted, self._own_tokenizer, max_length=self.max_length)
+        self._check(examples)
+        return examples
 
     def val_dataloader(self) -> FixedLoader | list[Batch]:
         if not self.val_examples:
@@ -188,7 +236,8 @@ class ChatDataModule(lightning.LightningDataModule):
 
     def _records(self) -> tuple[list[list[Record]], list[Record]]:
         """Training records by source, and validation records."""
-        found = read_sources(self.sources, self.split, self.limit)
+        limit = min(self.limit or self.stream_sample, self.stream_sample) if self.streaming else self.limit
+        found = read_sources(self.sources, self.split, limit, self.streaming)
         together = [record for records in found for record in records]
         if self.val_sources:
             val = [record for records in read_sources(self.val_sources, self.val_split, None) for record in records]
@@ -204,6 +253,7 @@ class ChatDataModule(lightning.LightningDataModule):
         train = [without_prompts(records, held) for records in found]
         if not any(train):
             raise UserError(f"{option} takes every training record for validation. {remedy}.")
+        self._held = held
         if self.val_sources:
             self.num_shared = len(together) - sum(map(len, train))
         return train, val

@@ -94,9 +94,10 @@ class FeatureStore:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _precision(self) -> str:
-        """That of the base's weights, and what products run in where that is another one."""
+        """That of the base's weights, how they were rounded, and what products run in where that is another one."""
         own, products = self.base.dtype, product_dtype(self.base)
-        return str(own) if own == products else f"{own} in {products}"
+        weights = str(own) if self.base.quantised is None else f"{own} as {self.base.quantised}"
+        return weights if own == products else f"{weights} in {products}"
 
     def size(self) -> int:
         """Bytes that all files take together, near enough."""
@@ -128,9 +129,9 @@ class FeatureStore:
             )
 
     @torch.no_grad()
-    def build(self, on_progress: Progress = lambda done, total: None) -> None:
-        """Write what is missing, shard by shard, each of them whole or not at all."""
-        missing = self.missing()
+    def build(self, rank: int = 0, count: int = 1, on_progress: Progress = lambda done, total: None) -> None:
+        """Write what is missing of one in `count` shards, from number `rank` on, each of them whole or not at all."""
+        missing = [shard for shard in self.missing() if shard % count == rank]
         for done, shard in enumerate(missing):
             on_progress(done, len(missing))
             self._write(shard, self._compute(shard))

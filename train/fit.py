@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,12 +34,14 @@ from train.given import check_given, explain
 from train.interrupt import command_line, handler_kept, resuming, told
 from train.module import HeadsModule
 from train.prepare import prepare
+from train.processes import Processes, chosen_strategy
 from train.progress import TrainingProgress
 from train.run import (
     RunOptions,
     finish_wandb,
     first_process,
     interactive,
+    lost,
     make_loggers,
     run_folder,
     write_outcome,
@@ -89,6 +92,7 @@ class TrainCLI(LightningCLI):
         ]
         with self.no_empty_run():
             return super().instantiate_trainer(
+                strategy=chosen_strategy(given["strategy"]),
                 logger=False,  # attached when base and data are known to be good
                 callbacks=[*(self.config_init["trainer"]["callbacks"] or []), *ours],
                 enable_progress_bar=False,  # the run has one of its own
@@ -147,22 +151,30 @@ def fit(arguments: list[str]) -> Path:
     quiet_lightning()
     arguments = [word for given in arguments for word in ALIASES.get(given, (given,))]
     cli = parse(arguments)
-    checkpoint = cli.config["ckpt_path"]
-    cli.model.resuming = checkpoint is not None
-    with told(lambda: how_to_go_on(cli, arguments)):
-        with cli.no_empty_run():
-            prepare(cli.trainer, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
-        if checkpoint is None:  # a resumed run keeps the record of its start
-            write_config(cli)
-            write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
-        cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
-        train(cli, checkpoint)
+    processes = Processes(cli.trainer)
+    with processes.together(lambda: lost(cli.folder)), told(lambda: how_to_go_on(cli, arguments)):
+        fit_among(processes, cli, arguments)
     write_outcome(cli.folder, outcome(cli))
     if first_process():
         renew_card(cli.folder)
         cli.page.conclude()
     conclude(cli)
     return cli.folder
+
+
+def fit_among(processes: Processes, cli: TrainCLI, arguments: list[str]) -> None:
+    """This process's part of a training."""
+    checkpoint = cli.config["ckpt_path"]
+    cli.model.resuming = checkpoint is not None
+    with cli.no_empty_run():
+        tell = lambda fault: print(f"error: {fault}; {lost(cli.folder)}.", file=sys.stderr, flush=True)  # noqa: E731
+        processes.join(cli.model, tell)
+        prepare(processes, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
+    if checkpoint is None:  # a resumed run keeps the record of its start
+        write_config(cli)
+        write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
+    cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
+    train(cli, checkpoint)
 
 
 def train(cli: TrainCLI, checkpoint: Path | None) -> None:

@@ -45,6 +45,11 @@ def inspect_data(
     """
     if count < 0:
         raise UserError(f"--count is {count}; allowed is 0 or more: how many examples to show.")
+    if data.streaming:
+        raise UserError(
+            "data.streaming is true, so nobody knows what the data hold as a whole; look at the beginning with "
+            f"--data.streaming false --data.limit {data.stream_sample}."
+        )
     vocab_size = lend_tokenizer(data, base, home, on_progress)
     data.setup("fit")
     counts, keep = data.supervised_counts(vocab_size), {*data.tokenizer.all_special_ids}

@@ -19,7 +19,8 @@ from train.order import Part, Row, epoch_order, rank_share
 
 # tokens long [B, S], attention_mask bool [B, S], supervised bool [B, S], all padded on the right. With packing also
 # segments long [B, S]: 0 is padding, 1, 2, … are the examples of a row. In training also examples long [B, n]: which
-# examples a row holds, -1 is none.
+# examples a row holds, -1 is none. A rank that has no batch left while others have gets one of an example in which
+# nothing is supervised and no token counts: it takes part in the step and changes nothing.
 Batch = dict[str, Tensor]
 
 MULTIPLE = 8  # S is rounded up to this, so that few shapes occur
@@ -42,6 +43,12 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int, *, packed: bool = Fa
     return batch | {"segments": segments} if packed else batch
 
 
+def blank(batch: Batch) -> Batch:
+    """The same shapes, from which nothing is learned and nothing counted."""
+    marks = ("attention_mask", "supervised")
+    return {name: torch.zeros_like(tensor) if name in marks else tensor for name, tensor in batch.items()}
+
+
 class FixedLoader:
     """The examples in their own order, one a row, the same in every pass; for validation."""
 
@@ -59,7 +66,8 @@ class FixedLoader:
         count, size = len(self.examples), self.batch_size
         batches = [[[j] for j in range(i, min(i + size, count))] for i in range(0, count, size)]
         for rows in rank_share(batches, self.rank, self.world_size):
-            yield collate([[self.examples[i] for i in row] for row in rows], self.pad_id)
+            batch = collate([[self.examples[i] for i in row] for row in rows or [[0]]], self.pad_id)
+            yield batch if rows else blank(batch)
 
 
 class ResumableLoader:
@@ -106,18 +114,23 @@ class ResumableLoader:
         for _ in range(len(self)):
             rows = self._order()[self.batch]
             self._advance()
-            packed = self.row_length is not None
-            batch = collate([[self.examples[i] for i in row] for row in rows], self.pad_id, packed=packed)
-            names = [torch.tensor(row) for row in rows]
-            yield batch | {"examples": torch.nn.utils.rnn.pad_sequence(names, batch_first=True, padding_value=-1)}
+            yield self._collated(rows) if rows else blank(self._collated([[0]]))
+
+    def _collated(self, rows: list[Row]) -> Batch:
+        packed = self.row_length is not None
+        batch = collate([[self.examples[i] for i in row] for row in rows], self.pad_id, packed=packed)
+        names = [torch.tensor(row) for row in rows]
+        return batch | {"examples": torch.nn.utils.rnn.pad_sequence(names, batch_first=True, padding_value=-1)}
 
     def state_dict(self) -> dict[str, int | str]:
         """Where the next batch comes from, and what that place depends on. The same on every rank."""
-        return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
+        return {"epoch": self.epoch, "batch": self.batch, "world_size": self.world_size, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Moves the cursor. Between epochs anything may have changed; inside one, other data is a UserError."""
-        batch, now = int(state["batch"]), self._identity()
+        """Moves the cursor. Between epochs anything may have changed; inside one, other data is a UserError. Another
+        number of ranks is not, where it comes out even: the batches of all ranks are the same."""
+        now = self._identity()
+        batch = rescaled(int(state["batch"]), int(state["world_size"]), self.world_size)
         changed = [key for key, value in now.items() if state.get(key) != value]
         if batch and changed:
             told = ", ".join(f"{key} was {state.get(key)} and is {now[key]}" for key in changed)
@@ -149,12 +162,23 @@ class ResumableLoader:
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
-            "world_size": self.world_size,
             "examples": len(self.examples),
             "data": self._digest,
             "mixture": ", ".join(f"{count} × {weight:g}" for count, weight in self.parts),
             "row_length": self.row_length or 0,
         }
+
+
+def rescaled(batches: int, before: int, now: int) -> int:
+    """How many batches each of `now` ranks has taken when each of `before` has taken so many. UserError where ranks
+    would differ."""
+    taken, rest = divmod(batches * before, now)
+    if rest:
+        raise UserError(
+            f"the checkpoint stopped after {batches * before} batches on {before} processes, which {now} cannot share; "
+            f"resume on {before}, or on another number that divides it (trainer.devices, trainer.num_nodes)."
+        )
+    return taken
 
 
 def _digest(examples: Sequence[Example]) -> str:

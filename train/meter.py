@@ -6,7 +6,9 @@ Shapes: B batch, M anchors, K draft position, D hidden.
 """
 
 import time
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from mtp.objective import DraftSums
@@ -50,13 +52,18 @@ class Meter:
         squared = slope.detach().double().square().sum((0, 1, 3))
         self._slopes = squared if self._slopes is None else self._slopes + squared
 
-    def metrics(self) -> dict[str, float]:
-        """Tokens per second, the share of the peak, and per draft position the gradient's norm per supervised one."""
+    def metrics(self, over_all: Callable[[Tensor], Tensor] = lambda own: own) -> dict[str, float]:
+        """Tokens per second, the share of the peak, and per draft position the gradient's norm per supervised one.
+
+        `over_all` sums a tensor over all processes: speeds add up, and the share is of all their machines."""
         speed = self._tokens / max(1e-9, time.monotonic() - self._since)
-        found = {"train/tokens_per_s": speed}
-        if self.peak is not None and self.flops_per_token is not None:
-            found["train/peak_share"] = self.flops_per_token * speed / self.peak
+        used = self.flops_per_token * speed if self.peak is not None and self.flops_per_token is not None else 0.0
+        total, used, peak = over_all(torch.tensor([speed, used, self.peak or 0.0], dtype=torch.double)).tolist()
+        found = {"train/tokens_per_s": total}
+        if used:
+            found["train/peak_share"] = used / peak
         if self._slopes is not None and self.sums is not None:
-            norms = (self._slopes.sqrt() / float(self.sums.positions.clamp(min=1))).tolist()
+            positions = over_all(self.sums.positions).clamp(min=1)
+            norms = (over_all(self._slopes).sqrt() / float(positions)).tolist()
             found |= {f"train/grad_norm/{k}": norm for k, norm in enumerate(norms, 1)}
         return found

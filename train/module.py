@@ -33,6 +33,7 @@ from mtp.heads import Heads, RecurrentHeads
 from mtp.initialise import new_heads
 from mtp.losses import LossOptions, LossWeights
 from mtp.objective import DraftSums, draft_sums, to_draft
+from mtp.sharding import gathered, whole
 from mtp.targets import TargetPlan, pad_for_drafts, plan_targets
 from mtp.vocab import build_draft_vocab, coverage, vocab_hash
 from train.cost import count_flops
@@ -43,6 +44,7 @@ from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
 from train.run import RunRecords
+from train.sharded import ShardedStrategy, merged, share_progress, whole_heads
 from train.start import earlier_heads, start_heads
 from train.summary import summarise
 from train.teaching import Lesson, from_base, from_store
@@ -134,11 +136,22 @@ class HeadsModule(lightning.LightningModule):
     def build(self, data: ChatDataModule) -> None:
         """Make the heads for the attached base and a data module that is set up. UserError where they do not fit."""
         if self.start_from is None:
-            self.heads = new_heads(self.heads_options, self.base, self._draft_vocab(data))
+            vocab = self._draft_vocab(data)
+            with gathered(self.base.last_block):  # which heads may start as a copy of
+                self.heads = new_heads(self.heads_options, self.base, vocab)
             return
         self.heads = earlier_heads(self.start_from, self.heads_options, self.base)
         if self.heads.draft_ids is not None:
             self.vocab_coverage = coverage(data.supervised_counts(self.base.vocab_size), self.heads.draft_ids)
+
+    def configure_model(self) -> None:
+        """Spread the heads over all devices where the strategy is to."""
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            self.trainer.strategy.shard(self.trained)
+
+    def whole_heads(self) -> Heads:
+        """The heads to save or decode with; a copy of all of them on every process where they are spread."""
+        return whole_heads(self.trained, self.base)
 
     def _draft_vocab(self, data: ChatDataModule) -> Tensor | None:
         size = self.heads_options.draft_vocab_size
@@ -206,7 +219,7 @@ class HeadsModule(lightning.LightningModule):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         slopes = [p.grad for p in self.trained.parameters() if p.grad is not None]
-        self._grad_norm = float(torch.nn.utils.get_total_norm(slopes))
+        self._grad_norm = float(whole(torch.nn.utils.get_total_norm(slopes)))
         if not math.isfinite(self._grad_norm):
             raise UserError(
                 f"training diverged at step {self.global_step}: the gradient's norm is {self._grad_norm}. Lower "
@@ -221,7 +234,7 @@ class HeadsModule(lightning.LightningModule):
         stepped = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
         if self.meter.sums is None or not stepped or self.trainer.global_step % self.trainer.log_every_n_steps:
             return
-        metrics = summarise(self._reduced(self.meter.sums), "train") | self.meter.metrics()
+        metrics = summarise(self._reduced(self.meter.sums), "train") | self.meter.metrics(self._over_ranks)
         metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         metrics["train/grad_norm"] = self._grad_norm
         self._report(metrics)
@@ -242,7 +255,9 @@ class HeadsModule(lightning.LightningModule):
         metrics["val/draft_vocab_coverage"] = self.vocab_coverage
         self._validation = None
         if self._prompts:
-            metrics |= decode_metrics(self.decode())
+            decoded = self.decode()
+            if decoded is not None:
+                metrics |= decode_metrics(decoded)
         self._report(metrics)
         for logger in self.loggers:
             if self.decoded is not None and isinstance(logger, RunRecords):
@@ -252,29 +267,39 @@ class HeadsModule(lightning.LightningModule):
                 self.log(key, metrics[key], logger=False)
         self.meter.restart_clock()
 
-    def decode(self) -> DecodeStats:
-        """Decode the validation prompts with the engine that users decode with; keeps counts and texts."""
-        options, decoder = self.decode_options, Decoder(self.base, self.trained)
+    def decode(self) -> DecodeStats | None:
+        """Decode the validation prompts with the engine that users decode with, and keep counts and texts; None where
+        the counts are another process's.
+
+        Each process decodes its share, and the first gets the counts of all and keeps the texts of its own. A sharded
+        base runs on all processes at once, so there they all decode the same."""
+        options, decoder = self.decode_options, Decoder(self.base, self.whole_heads())
+        first, count = (0, 1) if self.base.sharded else (self.global_rank, self.trainer.world_size)
+        share = self._prompts[first::count]
         results = decoder.generate_many(
-            [prompt for prompt, _ in self._prompts],
+            [prompt for prompt, _ in share],
             batch_size=1 if batch_fault(self.base) else _DECODED_AT_ONCE,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             seed=options.seed,
         )
-        total, traces, to_text = None, [], plain_text(self.base.tokenizer, special=True)
-        for result, (prompt, category) in zip(results, self._prompts, strict=True):
+        total: DecodeStats | None = None
+        traces, to_text = [], plain_text(self.base.tokenizer, special=True)
+        for result, (prompt, category) in zip(results, share, strict=True):
             total = result.stats.empty() if total is None else total
             total.merge(result.stats)
             traces.append(trace(result, prompt, category, to_text))
-        assert total is not None
+        total = total if count == 1 else merged(total, count)
         self.decoded, self.traces = total, traces
         return total
 
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        """The sum over all processes. What is given stays as it is: reducing happens in place."""
+        own = value.to(self.base.device, copy=True)
+        return torch.as_tensor(self.trainer.strategy.reduce(own, reduce_op="sum"))
+
     def _reduced(self, sums: DraftSums) -> DraftSums:
-        """Sums over all ranks. What is given stays as it is: reducing happens in place."""
-        reduce = self.trainer.strategy.reduce
-        return DraftSums(*(torch.as_tensor(reduce(value.clone(), reduce_op="sum")) for value in vars(sums).values()))
+        return DraftSums(*(self._over_ranks(value) for value in vars(sums).values()))
 
     def _report(self, metrics: dict[str, float]) -> None:
         """Send metrics to every logger at the current optimiser step, and keep them for callbacks."""
@@ -287,6 +312,7 @@ class HeadsModule(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["heads_config"] = self.trained.config.to_json()
         checkpoint["torch_rng"] = torch.get_rng_state()
+        checkpoint["world_size"] = self.trainer.world_size
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the draft vocabulary of the checkpoint; refuse heads of another shape or another base."""
@@ -312,6 +338,7 @@ class HeadsModule(lightning.LightningModule):
             )
         self.trained.config = replace(ours, draft_vocab_hash=saved.draft_vocab_hash)
         torch.set_rng_state(checkpoint["torch_rng"].cpu())
+        share_progress(checkpoint, self.trainer.world_size)
 
     def on_train_start(self) -> None:
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.
@@ -323,7 +350,7 @@ class HeadsModule(lightning.LightningModule):
     def _first_pass(self) -> float:
         """Operations per token of the first batch, which is thrown away: counting changes how gradients round. What it
         took is a first guess at a step's time."""
-        batch = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
+        batch = next(iter(self.trainer.datamodule.all_batches()))  # type: ignore[attr-defined]
         batch = {name: tensor.to(self.base.device) for name, tensor in batch.items()}
         began = time.monotonic()
         flops = count_flops(lambda: self.draft_sums(batch).total.backward())

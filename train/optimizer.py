@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from mtp.sharding import spread_like, whole
 from train.options import OptimizerOptions
 
 
@@ -53,7 +54,7 @@ class Muon(Optimizer):
                 state = self.state[matrix]
                 momentum = state.setdefault("momentum_buffer", torch.zeros_like(matrix))
                 momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-                update = orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
+                update = spread_like(orthogonal(whole(matrix.grad.lerp(momentum, MOMENTUM))), matrix)
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
         return None

@@ -18,12 +18,15 @@ class BaseOptions:
         name: an embedded base (`smollm2-135m`), a local transformers folder, a `.gguf` file, or a Hub id.
         revision: of a Hub id; null is its default branch.
         dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU and the checkpoint's own elsewhere.
+        quantise: int8 or int4 round the matrices of the base's layers by torchao, for a base too large whole; null
+            leaves them. The rounded base is p then: heads learn it, and are to be decoded with the same `--quantise`.
         trust_remote_code: run code that a Hub repository brings with it. Leave it off unless you have read that code.
     """
 
     name: str = "smollm2-135m"
     revision: str | None = None
     dtype: str = "auto"
+    quantise: str | None = None
     trust_remote_code: bool = False
 
 

@@ -92,9 +92,10 @@ def pack(order: Sequence[int], lengths: Sequence[int], row_length: int) -> list[
 
 
 def rank_share(batches: Sequence[list[Row]], rank: int, world_size: int) -> list[list[Row]]:
-    """Every `world_size`-th batch from `rank` on. Ranks get equally many: the first batches are repeated to fill up."""
+    """Every `world_size`-th batch from `rank` on. Ranks get equally many: who has none left gets an empty one."""
     share = math.ceil(len(batches) / world_size)
-    return [batches[(i * world_size + rank) % len(batches)] for i in range(share)]
+    places = range(rank, share * world_size, world_size)
+    return [batches[i] if i < len(batches) else [] for i in places]
 
 
 def _cut(rows: list[Row], batch_size: int) -> list[list[Row]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from mtp.errors import UserError
 
@@ -58,39 +58,45 @@ class Record:
         return " ".join(start.casefold().split())
 
 
-def read_records(source: str, *, split: str = "train", limit: int | None = None) -> list[Record]:
-    """All records of one source, in its order; at most `limit`.
+def read_records(
+    source: str, *, split: str = "train", limit: int | None = None, streaming: bool = False
+) -> list[Record]:
+    """All records of one source, in its order; at most `limit`. `streaming` fetches no more than these.
 
     `source` is a `.jsonl` file, a local parquet, json, csv or arrow file, a folder or Hub id that `datasets` can load;
     a Hub id may carry the name of a subset after a colon (`org/name:subset`). Files have no splits, and ignore `split`.
 
     Raises UserError for a source that cannot be read and for the first record that cannot be used, naming its place.
     """
-    records = [normalise(row, where) for where, row in islice(read_rows(source, split), limit)]
+    records = [normalise(row, where) for where, row in islice(read_rows(source, split, streaming), limit)]
     if not records:
         raise UserError(f"{source} holds no records; allowed are lines with {SHAPES}. Give a file that is not empty.")
     return records
 
 
-def read_rows(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(source: str, split: str, streaming: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Raw rows with their place, for messages: `file:line` for JSONL, `source[split] row i` otherwise."""
     path = Path(source)
     if path.suffix == ".jsonl":
         return read_jsonl(path)
-    return _read_dataset(source, split)
+    return _read_dataset(source, split, streaming)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) for each line that is not empty. Lines are read one by one, so files may be large."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"file {path} cannot be read ({error.strerror}); give the path of a .jsonl file.") from error
-    with file:
+    with open_lines(path) as file:
         for number, raw in enumerate(file, start=1):
             if raw.strip():
                 where = f"{path}:{number}"
-                yield where, _parse_line(raw, where)
+                yield where, parse_line(raw, where)
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """The file, open; UserError where it cannot be read."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read ({error.strerror}); give the path of a .jsonl file.") from error
 
 
 def normalise(row: Mapping[str, Any], where: str) -> Record:
@@ -119,7 +125,8 @@ def read_messages(value: Any, where: str, *, role_key: str = "role", text_key: s
     return tuple(_read_message(item, f"{where}: message {i}", role_key, text_key) for i, item in numbered)
 
 
-def _parse_line(raw: bytes, where: str) -> dict[str, Any]:
+def parse_line(raw: bytes, where: str) -> dict[str, Any]:
+    """The object of a line of a JSONL file. UserError, which names the place, for anything else."""
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -145,12 +152,13 @@ def _is_writable(value: Any) -> bool:
     return True
 
 
-def _read_dataset(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for i, row in enumerate(_load_dataset(source, split)):
+def _read_dataset(source: str, split: str, streaming: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    for i, row in enumerate(open_dataset(source, split, streaming=streaming)):
         yield f"{source}[{split}] row {i}", row
 
 
-def _load_dataset(source: str, split: str) -> Any:
+def open_dataset(source: str, split: str, *, streaming: bool = False) -> Any:
+    """Rows by `datasets`, of which `streaming` keeps none in memory or on disk. UserError where it cannot."""
     import datasets  # half a second that JSONL users need not wait for
 
     path = Path(source)
@@ -160,9 +168,9 @@ def _load_dataset(source: str, split: str) -> Any:
             if builder is None:
                 allowed = ", ".join([".jsonl", *LOCAL_BUILDERS])
                 raise UserError(f"data file {source} ends in {path.suffix!r}; allowed are {allowed}.")
-            return datasets.load_dataset(builder, data_files=str(path), split="train")
+            return datasets.load_dataset(builder, data_files=str(path), split="train", streaming=streaming)
         name, subset = (source, None) if path.exists() else _split_subset(source)
-        return datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except UserError:
         raise
     except Exception as error:  # `datasets` raises dozens of types, and each of them means that this source is unusable

@@ -84,6 +84,17 @@ def run_folder(options: RunOptions, checkpoint: Path | None) -> Path:
     raise UserError(f"run.name {options.name}: too many runs of that name in {options.dir}; use another name.")
 
 
+def lost(folder: Path) -> str:
+    """How to resume a run that was broken off, for the end of a message."""
+    if not first_process():
+        return "the first process says how to go on"
+    path = folder / "checkpoints" / "last.ckpt"
+    if not path.is_file():
+        return "there is no checkpoint yet, so start again (run.checkpoint_every says how often one is written)"
+    step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    return f"nothing before step {step} is lost: the same command with --ckpt_path {path} goes on, on any devices"
+
+
 def check_checkpoint(path: Path) -> None:
     """UserError unless the file can be read whole as a checkpoint of this program."""
     if not path.is_file():

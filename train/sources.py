@@ -51,9 +51,11 @@ def _source(name: str, weight: float, option: str) -> Source:
     return Source(name, float(weight))
 
 
-def read_sources(sources: Sequence[Source], split: str, limit: int | None) -> list[list[Record]]:
-    """The records of each source, at most `limit` of each."""
-    return [read_records(source.name, split=split, limit=limit) for source in sources]
+def read_sources(
+    sources: Sequence[Source], split: str, limit: int | None, streaming: bool = False
+) -> list[list[Record]]:
+    """The records of each source, at most `limit` of each; `streaming` fetches no more than these."""
+    return [read_records(source.name, split=split, limit=limit, streaming=streaming) for source in sources]
 
 
 def held_out(records: Sequence[Record], val_size: int) -> set[str]:

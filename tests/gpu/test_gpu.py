@@ -32,6 +32,14 @@ def test_train_and_decode_on_a_gpu(precision: str, tmp_path: Path) -> None:
         assert result.stats.committed == len(result.token_ids) > 0
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_train_on_a_rounded_base_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    more = {"model__base__dtype": "bfloat16", "model__base__quantise": kind, "model__decode__prompts": None}
+    run = train(tmp_path, trainer__accelerator="gpu", trainer__devices=1, trainer__precision="bf16-mixed", **more)
+    assert {p.dtype for p in load_heads(run / "heads").parameters()} == {torch.float32}
+
+
 def test_greedy_on_a_gpu_is_the_base_under_teacher_forcing(tmp_path: Path) -> None:
     """Every committed token is the base's argmax in a recomputation, or within 0.1 of it in bf16 logits."""
     run = train(tmp_path, trainer__accelerator="gpu", trainer__devices=1)

@@ -12,12 +12,13 @@ from decode import Decoder
 from decode.bench import describe
 from decode.cli import main
 from decode.costs import weight_bytes
+from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
 from mtp.hub import save_heads
 from mtp.initialise import new_heads
 from mtp.quantise import check_quantise, quantise
-from tests.tiny import tiny_base
+from tests.tiny import save_tiny, tiny_base
 
 
 @pytest.fixture
@@ -72,13 +73,22 @@ def test_torchao_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantise("int8")
 
 
-def test_with_torchao_itself(tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    base = tiny_base("llama", tmp_path)
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.4), ("bfloat16", 0.7)])
+def test_with_torchao_itself(dtype: str, share: float, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.quantization")
+    save_tiny("llama", tmp_path / "llama")
+    base = FrozenBase.from_pretrained(str(tmp_path / "llama"), dtype=dtype, device="cpu")
     before, tokens = weight_bytes(base), torch.tensor([[1, 2, 3, 4]])
     wanted = base.logits(base.forward(tokens).hidden)
     quantise(base, "int8")
     found = base.logits(base.forward(tokens).hidden)
-    assert weight_bytes(base) < 0.6 * before
+    assert weight_bytes(base) < share * before
     assert not found.equal(wanted)
     assert float((found - wanted).abs().max()) < 0.2 * float(wanted.abs().max())
+
+
+@pytest.mark.usefixtures("rounding")
+def test_int4_is_for_gpus(tmp_path: Path) -> None:
+    """What it does there: tests/gpu."""
+    with pytest.raises(UserError, match="--quantise is int4, which needs bfloat16 and a CUDA device, and base"):
+        quantise(tiny_base("llama", tmp_path), "int4")

@@ -1,6 +1,7 @@
 """What training costs: operations against a count by hand, and memory against a measured peak."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,20 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
 from mtp.initialise import new_heads
 from mtp.losses import LossOptions
 from mtp.objective import Taught, draft_sums
+from mtp.sharding import load_sharded
 from mtp.targets import pad_for_drafts, plan_targets
 from tests.mtp.heads_toys import BLOCK, KINDS, D, K, V, toy_heads
-from tests.tiny import tiny_base
+from tests.tiny import save_tiny, tiny_base, tiny_model
+from tests.train.ranks import Ranks
 from train.cost import (
+    Devices,
     Memory,
+    base_bytes,
     check_memory,
     count_flops,
     estimate_memory,
+    heads_bytes,
+    held_bytes,
     matrix_peak,
 )
 
@@ -78,6 +89,14 @@ def test_an_estimate_grows_with_what_costs(kind: str, tmp_path: Path) -> None:
     assert five.of(100) == five.fixed + 100 * five.per_token
 
 
+def test_heads_take_less_where_they_are_spread() -> None:
+    """Weights, gradients and two states of 100 parameters are 1600 bytes alone."""
+    assert heads_bytes(100, 2, Devices()) == 1600
+    assert heads_bytes(100, 2, Devices(8)) == 2000, "a second copy of the gradients, which are averaged in it"
+    assert heads_bytes(100, 2, Devices(8, sharded=True)) == 1600 // 8 + 800, "weights and gradients whole for a while"
+    assert heads_bytes(100, 1, Devices(8, sharded=True)) < heads_bytes(100, 1, Devices(8))
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 64])
 def test_a_batch_that_is_too_large_is_refused_with_one_that_fits(batch_size: int) -> None:
     memory, length, free = Memory(fixed=2 * 10**9, per_token=10**6), 512, 4 * 10**9
@@ -106,6 +125,55 @@ def test_where_not_even_one_row_fits_other_remedies_are_named(free: int) -> None
 
 def test_where_nobody_tells_what_is_free_nothing_is_refused() -> None:
     assert check_memory(Memory(fixed=10**15, per_token=10**9), 4, 512, None).startswith("memory: about")
+
+
+def hold(folder: str) -> None:
+    """In each of two processes: bytes held of a base that is spread, and how many layers are whole at a time."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    base = load_sharded(
+        folder,
+        mesh,
+        revision=None,
+        dtype="float32",
+        trust_remote_code=False,
+        home=None,
+        on_progress=lambda _: None,
+        wait=dist.barrier,
+    )
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        spread = [isinstance(next(layer.parameters()), DTensor) for layer in base.layers]
+        most = max(most, spread.count(False))
+
+    for layer in base.layers:
+        layer.self_attn.register_forward_pre_hook(look)
+    hidden = base.forward(torch.arange(12).unsqueeze(0)).hidden
+    measured = {"held": held_bytes(base), "told": base_bytes(base, Devices(2, True)), "most": most}
+    measured |= {"layer": max(sum(p.nbytes for p in layer.parameters()) for layer in tiny_model("qwen2").model.layers)}
+    measured |= {"fingerprint": base.fingerprint(), "hidden": float(hidden.double().sum()), "eos": base.eos_token_ids}
+    print("HELD", json.dumps(measured))
+
+
+def test_what_is_spread_takes_what_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    """And computes the same as the whole, on both processes, of which one has read the weights."""
+    save_tiny("qwen2", tmp_path / "qwen2")  # whose embedding is its output matrix
+    whole = FrozenBase.from_pretrained(str(tmp_path / "qwen2"), dtype="float32", device="cpu")
+    said = ranks.run(["tests.train.test_cost:hold", str(tmp_path / "qwen2")], tmp_path / "said")
+    found = [json.loads(line.removeprefix("HELD ")) for line in said.splitlines() if line.startswith("HELD")]
+    assert len(found) == 2
+    hidden = whole.forward(torch.arange(12).unsqueeze(0)).hidden
+    every = sum(p.nbytes for p in whole.model.parameters())
+    assert base_bytes(whole, Devices(2)) == held_bytes(whole) == every
+    for one in found:
+        assert 1 <= one["most"] <= 2
+        assert one["held"] + 2 * one["layer"] == pytest.approx(one["told"], rel=0.02)
+        assert one["held"] < 0.8 * every, "else nothing is spread"
+        assert one["fingerprint"] == whole.fingerprint()
+        assert one["hidden"] == pytest.approx(float(hidden.double().sum()), rel=1e-5)
+        assert tuple(one["eos"]) == whole.eos_token_ids
 
 
 MEASURE = """
@@ -143,3 +211,23 @@ def test_the_estimate_of_memory_holds(batch_size: int, length: int, tmp_path: Pa
     measured = int(peak[1]) / 1e9
     assert measured <= 4.0
     assert 0.8 < float(told[1]) / measured < 2.0, (told[1], measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_estimate_of_memory_holds_on_each_of_two(strategy: str, ranks: Ranks, tmp_path: Path) -> None:
+    """As above; the processes are forks, but what they share counts in each."""
+    text = (Path("README.md").read_text() + Path("LICENSE").read_text()) * 6
+    lines = [json.dumps({"text": text[i * 3000 : i * 3000 + 4096]}) for i in range(12)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    options: dict[str, object] = {"data.train": tmp_path / "text.jsonl", "data.max_length": 512, "data.batch_size": 4}
+    options |= {"data.val_size": 0, "data.cache_dir": "null", "trainer.max_steps": 2, "trainer.accelerator": "cpu"}
+    options |= {"run.dir": tmp_path / "runs", "run.wandb_project": "null", "model.features.keep": "false"}
+    options |= {"model.start_positions": 2000, "model.decode.prompts": "null", "trainer.devices": 2}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    whole = ["--config", "configs/smollm2-recurrent.yaml", *arguments, "--trainer.strategy", strategy]
+    said = ranks.run(whole, tmp_path / "said")
+    told = re.search(r"memory: about ([\d.]+) GB at 4 × 512 tokens on each of 2 devices", said)
+    assert told is not None
+    for peak in re.findall(r"PEAK (\d+)", said):
+        assert 0.8 < float(told[1]) / (int(peak) / 1e9) < 2.0, (told[1], peak)

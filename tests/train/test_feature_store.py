@@ -160,6 +160,24 @@ def test_an_interrupted_build_goes_on(base: FrozenBase, tmp_path: Path) -> None:
     assert not forwards
 
 
+def test_processes_build_a_share_each(base: FrozenBase, tmp_path: Path) -> None:
+    """Disjoint, and together all; what one of them could not do is made by whoever finds it missing."""
+    examples = texts(4 * SHARD + 5, longest=12)
+    stores = [new_store(tmp_path, base, examples) for _ in range(2)]
+    written = []
+    for rank, (store, forwards) in enumerate(stores):
+        before = set(store.missing())
+        store.build(rank, 2)
+        written.append(before - set(store.missing()))
+        assert sum(forwards) == sum(len(store._members(shard)) for shard in written[-1])
+    assert written == [{0, 2, 4}, {1, 3}]
+    stores[0].store._path(3).unlink()
+    stores[0].forwards.clear()
+    stores[0].store.build(0, 1)
+    assert sum(stores[0].forwards) == SHARD
+    assert not stores[1].store.missing()
+
+
 DAMAGE = {
     "cut short": lambda data: data[: len(data) // 2],
     "empty": lambda data: b"",

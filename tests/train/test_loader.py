@@ -144,7 +144,6 @@ def test_a_stream_of_packed_rows_holds_what_its_epochs_hold() -> None:
         ({"examples": [*examples(19), example(5, first=7)]}, "data was"),
         ({"batch_size": 5}, "batch_size was 4 and is 5"),
         ({"seed": 1}, "seed was 0 and is 1"),
-        ({"world_size": 2}, "world_size was 1 and is 2"),
         ({"parts": [(5, 1.0), (15, 2.0)]}, "mixture was 20 × 1 and is 5 × 1, 15 × 2"),
         ({"row_length": 30}, "row_length was 0 and is 30"),
     ],
@@ -160,6 +159,48 @@ def test_other_batches_are_refused_inside_an_epoch_and_allowed_between(changed: 
     list(loader)
     other.load_state_dict(loader.state_dict())
     assert (other.epoch, other.batch) == (1, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("packing", [None, 20])
+def test_ranks_share_an_epoch_and_the_rest_is_blank(ranks: int, packing: int | None) -> None:
+    """Also more ranks than batches."""
+
+    def new(rank: int, count: int) -> ResumableLoader:
+        return ResumableLoader(examples(17), 4, seed=3, rank=rank, world_size=count, row_length=packing)
+
+    alone = list(new(0, 1))
+    shares = [list(new(rank, ranks)) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {-(-len(alone) // ranks)}
+    steps = [batch for step in zip(*shares, strict=True) for batch in step]
+    for batch, own in zip(steps, alone, strict=False):
+        assert all(torch.equal(batch[name], own[name]) for name in own)
+    for batch in steps[len(alone) :]:
+        assert not batch["supervised"].any()
+        assert not batch["attention_mask"].any()
+        assert batch["tokens"].shape == batch["supervised"].shape
+    fixed = [list(FixedLoader(examples(17), 4, rank=rank, world_size=ranks)) for rank in range(ranks)]
+    marks = sum(int(batch["supervised"].sum()) for share in fixed for batch in share)
+    assert marks == sum(int(example.supervised.sum()) for example in examples(17)), "each counted once"
+
+
+@pytest.mark.parametrize(("before", "steps", "now"), [(2, 3, 1), (2, 3, 3), (1, 4, 2), (4, 1, 2), (3, 0, 2)])
+def test_another_number_of_ranks_goes_on_from_there(before: int, steps: int, now: int) -> None:
+    straight = [firsts(b) for b in ResumableLoader(examples(60), 4, seed=3)]
+    first = ResumableLoader(examples(60), 4, seed=3, world_size=before)
+    for _ in islice(endless(first), steps):
+        pass
+    second = ResumableLoader(examples(60), 4, seed=3, world_size=now)
+    second.load_state_dict(first.state_dict())
+    assert firsts(next(iter(second))) == straight[before * steps]
+
+
+def test_a_place_that_ranks_cannot_share_is_refused() -> None:
+    first = ResumableLoader(examples(60), 4, seed=3)
+    for _ in islice(endless(first), 3):
+        pass
+    with pytest.raises(UserError, match="after 3 batches on 1 processes, which 2 cannot share; resume on 1"):
+        ResumableLoader(examples(60), 4, seed=3, world_size=2).load_state_dict(first.state_dict())
 
 
 class Watcher(lightning.LightningModule):

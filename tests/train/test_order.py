@@ -34,9 +34,10 @@ def test_ranks_share_all_batches_and_get_equally_many(count: int, world_size: in
     batches = [[[i]] for i in range(count)]
     shares = [rank_share(batches, rank, world_size) for rank in range(world_size)]
     assert len({len(share) for share in shares}) == 1
-    seen = [i for share in shares for ((i,),) in share]
-    assert set(seen) == set(range(count))
-    assert len(seen) < count + world_size
+    steps = [batch for step in zip(*shares, strict=True) for batch in step]
+    assert steps[:count] == batches
+    assert steps[count:] == [[]] * (len(steps) - count)
+    assert len(steps) < count + world_size
 
 
 @settings(max_examples=100, deadline=None)

@@ -148,15 +148,15 @@ def test_a_hub_id_with_subset_and_split_reaches_datasets(monkeypatch: pytest.Mon
 
     asked = []
 
-    def load(name: str, subset: str | None, split: str) -> list[dict]:
-        asked.append((name, subset, split))
+    def load(name: str, subset: str | None, split: str, streaming: bool) -> list[dict]:
+        asked.append((name, subset, split, streaming))
         return [{"text": "one"}, {"oops": 1}]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read_records("org/name:part", split="test", limit=1)[0].where == "org/name:part[test] row 0"
     with pytest.raises(UserError, match=r"org/name\[train\] row 1: keys \['oops'\]"):
-        read_records("org/name")
-    assert asked == [("org/name", "part", "test"), ("org/name", None, "train")]
+        read_records("org/name", streaming=True)
+    assert asked == [("org/name", "part", "test", False), ("org/name", None, "train", True)]
 
 
 def test_a_source_that_cannot_be_loaded_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from mtp.errors import UserError
 from mtp.losses import LossOptions, LossWeights
-from train.fit import TrainCLI, parse, plain
 from train.dashboard import panels
+from train.fit import TrainCLI, parse, plain
 from train.summary import MONITOR
 
 SWEEP: dict[str, Any] = yaml.safe_load(Path("configs/sweep.yaml").read_text())

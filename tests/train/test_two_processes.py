@@ -1,28 +1,36 @@
-"""Two processes train what one does: the same steps from the same batches, whoever holds which half."""
+"""Two processes train what one does: the same steps from the same batches, whoever holds which half, and whether base
+and heads are whole on both (ddp) or spread (fsdp). One that is lost ends the run, which goes on anywhere."""
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
+import torch.distributed as dist
 
+from mtp.hub import load_heads
+from tests.train.ranks import Ranks
 from tests.train.runs import job, read_metrics, train
 from tests.train.test_cli import final_state
+from train.processes import Processes
 
 CHANGES: dict[str, Any] = {
-    "model__decode__prompts": None,
     "data__batch_size": 2,
     "trainer__max_steps": 3,
     "trainer__log_every_n_steps": 3,
 }
-PATIENCE = 180.0  # seconds for two processes; about twenty where nothing else runs, and most of them are imports
+PATIENCE = 600.0  # seconds for two processes; about twenty where nothing else runs, and most of them are imports
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +85,34 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+# 26 examples in 13 batches, so that one of two processes has none left in every seventh step; of 5 validation batches
+# likewise. Eight steps go past the end of an epoch.
+UNEVEN: dict[str, Any] = {
+    "data__batch_size": 2,
+    "data__val_size": 10,
+    "trainer__max_steps": 8,
+    "trainer__log_every_n_steps": 4,
+    "trainer__val_check_interval": 6,
+    "run__checkpoint_every": 4,
+}
+TWICE = ["--trainer.accumulate_grad_batches", "2", "--trainer.val_check_interval", "12"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that one process does, of twice the batches."""
+    folder = tmp_path_factory.mktemp("alone")
+    return train(folder, *TWICE, **UNEVEN)
+
+
+def in_ranks(ranks: Ranks, folder: Path, strategy: str, **changes: Any) -> tuple[Path, str]:
+    """As `in_two`, started as by torchrun."""
+    arguments = ["--config", str(job(folder, **(UNEVEN | changes))), "--trainer.devices", "2"]
+    said = ranks.run([*arguments, "--trainer.strategy", strategy], folder / "said")
+    (run,) = (folder / "runs").iterdir()
+    return run, said
+
+
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The largest difference of any weight; not a number where one is none."""
     assert one.keys() == other.keys()
@@ -86,7 +122,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 def numbers(run: Path) -> dict[str, float]:
     """A run's last metrics, of those that tell of all batches and not of one process and its time."""
     last = {key: float(value) for row in read_metrics(run) for key, value in row.items() if value}
-    kinds = ("train/loss", "train/alpha", "train/greedy", "val/")
+    kinds = ("train/loss", "train/alpha", "train/greedy", "val/", "decode/a")
     return {key: last[key] for key in last if key.startswith(kinds) or key == "train/grad_norm"}
 
 
@@ -104,3 +140,163 @@ def test_two_processes_take_the_steps_of_one_that_accumulates(tmp_path: Path) ->
     assert said.count(f"run {two}: ") == said.count("best heads: ") == 1, "one process speaks"
     assert (two / "config.yaml").is_file()
     assert (two / "heads").is_dir()
+
+
+STRATEGIES = ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)]  # a test above has ddp
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_uneven_shares_change_nothing(strategy: str, ranks: Ranks, alone: Path, tmp_path: Path) -> None:
+    """And a sharded base and spread heads train the same, decode the same, and leave the files of one process."""
+    run, said = in_ranks(ranks, tmp_path, strategy)
+    assert apart(final_state(alone), final_state(run)) < 1e-5
+    assert len(numbers(alone)) > 10
+    assert numbers(run) == pytest.approx(numbers(alone), rel=1e-5)
+    one, two = (json.loads((folder / "run.json").read_text()) for folder in (alone, run))
+    assert one["tokens_trained"] == two["tokens_trained"]
+    for name in ("decode/accept_len", "decode/alpha/1", "val/loss"):
+        assert two["best"][name] == pytest.approx(one["best"][name], rel=1e-5)
+    heads = load_heads(run / "heads")
+    assert heads.config.base.fingerprint == load_heads(alone / "heads").config.base.fingerprint
+    assert apart(heads.state_dict(), load_heads(alone / "heads").state_dict()) < 1e-5
+    assert "on each of 2 devices" in said
+    assert said.count("self-test: ") == 5
+
+
+def test_other_seeds_and_local_means_differ(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: another order of the data, and each batch divided by its own count, come out elsewhere."""
+    other = train(tmp_path, *TWICE, "--data.seed", "1", **UNEVEN)
+    assert apart(final_state(alone), final_state(other)) > 1e-3
+    from train.module import HeadsModule
+
+    step = HeadsModule.training_step
+
+    def local(self: HeadsModule, batch: Any, index: int) -> torch.Tensor:
+        return step(self, batch, index) / batch["supervised"].sum() * 10
+
+    monkeypatch.setattr(HeadsModule, "training_step", local)
+    other = train(tmp_path, *TWICE, run__name="local", **UNEVEN)
+    assert apart(final_state(alone), final_state(other)) > 1e-4
+
+
+def late() -> None:
+    """In each of two processes, of which the first is slow: what waits for preparation, and what waits for a step."""
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, barebones=True)
+    processes = Processes(trainer)
+    processes.join(lightning.LightningModule(), print)
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+    time.sleep(6 if processes.rank == 0 else 0)
+    processes.wait()
+    print("WAITED", flush=True)
+    time.sleep(6 if processes.rank == 0 else 0)
+    try:
+        dist.barrier(group=impatient)
+    except RuntimeError:
+        print("GAVE UP", flush=True)
+
+
+@pytest.mark.slow
+def test_who_prepares_longer_than_a_step_may_take_is_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(["tests.train.test_two_processes:late"], tmp_path / "said")
+    assert said.count("WAITED") == 2
+    assert "GAVE UP" in said, "the control: a step would not have waited"
+
+
+# A small learning rate: where gradients are spread, the norm that clips them is summed in another order, and at
+# 0.01 the 1e-7 between two orders has grown to 6e-5 after 12 steps and 4e-2 after 60.
+LONG: dict[str, Any] = {
+    "model__decode__prompts": None,
+    "model__optimizer__lr": 3e-4,
+    "data__batch_size": 2,
+    "trainer__max_steps": 60,
+    "trainer__val_check_interval": 1000,
+    "trainer__log_every_n_steps": 20,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_killed_process_ends_the_run_which_goes_on_anywhere(strategy: str, ranks: Ranks, tmp_path: Path) -> None:
+    config = str(job(tmp_path, **LONG))
+    two = ["--config", config, "--trainer.devices", "2", "--trainer.strategy", strategy]
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    pids = ranks.start(two, tmp_path / "said")
+    deadline = time.monotonic() + PATIENCE
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    codes = ranks.codes()
+    said = (tmp_path / "said").read_text()
+    assert codes == [2, -signal.SIGKILL], said[-3000:]
+    assert time.monotonic() - killed < 60
+    left = torch.load(checkpoint, weights_only=True)
+    assert 3 <= left["global_step"] < 60, "else there is nothing to resume"
+    (told,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert "another process of this run ended" in told
+    assert f"--ckpt_path {checkpoint} goes on" in told
+    copy = tmp_path / "copy" / "tiny" / "checkpoints" / "last.ckpt"
+    shutil.copytree(checkpoint.parent.parent, copy.parent.parent)
+    whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="whole", **LONG)
+    ranks.run([*two, "--ckpt_path", str(checkpoint)], tmp_path / "said again")
+    train(tmp_path, "--trainer.accumulate_grad_batches", "2", "--ckpt_path", str(copy), **LONG)
+    for resumed in (checkpoint, copy):
+        found = torch.load(resumed, weights_only=True)
+        assert found["global_step"] == 60
+        assert apart(found["state_dict"], final_state(whole)) < 1e-4
+    assert apart(left["state_dict"], final_state(whole)) > 1e-3, "the control: what was left to train matters"
+
+
+@pytest.mark.slow
+def test_spread_heads_resume_alone_and_alone_ones_spread(ranks: Ranks, tmp_path: Path) -> None:
+    """Muon, whose steps need whole matrices, and a stream of data, on either side of a change of hands."""
+    changes = LONG | {"model__optimizer__kind": "muon", "trainer__max_steps": 12, "run__checkpoint_every": 6}
+    changes |= {"data__streaming": True, "data__stream_buffer": 10, "data__stream_sample": 20}
+    half = changes | {"trainer__max_steps": 6}
+    schedule = {"model__optimizer__warmup": 0.0, "model__optimizer__decay": 0.0}
+    whole = train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="flat", **(changes | schedule))
+    spread = ["--trainer.devices", "2", "--trainer.strategy", "fsdp"]
+    ranks.run(["--config", str(job(tmp_path, run__name="spread", **(half | schedule))), *spread], tmp_path / "said")
+    checkpoint = tmp_path / "runs" / "spread" / "checkpoints" / "last.ckpt"
+    resume = ["--ckpt_path", str(checkpoint)]
+    train(tmp_path, "--trainer.accumulate_grad_batches", "2", *resume, **(changes | schedule))
+    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-4
+    train(tmp_path, "--trainer.accumulate_grad_batches", "2", run__name="alone", **(half | schedule))
+    checkpoint = tmp_path / "runs" / "alone" / "checkpoints" / "last.ckpt"
+    config = str(job(tmp_path, **(changes | schedule)))
+    ranks.run(["--config", config, *spread, "--ckpt_path", str(checkpoint)], tmp_path / "said")
+    assert apart(final_state(checkpoint.parent.parent), final_state(whole)) < 1e-4
+
+
+def ended(pid: int) -> bool:
+    """Also where nobody has taken note of it."""
+    try:
+        return ") Z" in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["first", "second"])
+def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, tmp_path: Path) -> None:
+    """Here one process starts the other, and each looks after the other."""
+    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, **(LONG | {"trainer__max_steps": 10**6})))]
+    command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    checkpoint, said = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt", tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not checkpoint.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(process.pid if victim == "first" else child, signal.SIGKILL)
+        if victim == "second":
+            assert process.wait(60) == 2
+            assert "process 1 of 2 (PID" in said.read_text()
+            assert "was killed by SIGKILL" in said.read_text()
+        deadline = time.monotonic() + 60
+        while not ended(child) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ended(child)
+    finally:
+        end_group(process)

@@ -1,0 +1,141 @@
+"""The processes of one run: started together before anything is prepared, and ended together when one is lost.
+
+Knows: Lightning's launcher, how long to wait for whom, and how a lost process shows. Refuses to know: what is trained.
+
+Processes are started by this program on one node (`trainer.devices`), or by torchrun or Slurm on one or several; see
+configs/one-node-8-gpus.yaml and configs/fsdp-70b-several-nodes.yaml.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import lightning
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import Strategy
+
+from mtp.errors import UserError
+from train.sharded import ShardedStrategy
+
+PREPARING = timedelta(days=2)  # that processes wait for others which tokenise, download or run the base
+LOOK, GRACE = 0.5, 15.0  # seconds between looks at the others, and for one that lost another to end by itself
+LOST = 2  # exit code
+_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "Socket Timeout", "TCPStore")
+
+
+def chosen_strategy(value: Any) -> Any:
+    """What `trainer.strategy` says, where `fsdp` means this project's: base and heads are sharded, on a CPU too."""
+    if isinstance(value, str) and value.split("_")[0] in ("fsdp", "fsdp2"):
+        if value not in ("fsdp", "fsdp2"):
+            raise UserError(f"trainer.strategy is {value}; allowed is fsdp, without variants, ddp or auto.")
+        return ShardedStrategy()
+    if isinstance(value, Strategy) and type(value).__name__ in ("FSDPStrategy", "ModelParallelStrategy"):
+        raise UserError(
+            f"trainer.strategy is {type(value).__name__}, which would leave the base whole on every device; use fsdp."
+        )
+    return value
+
+
+class Processes:
+    """This process among those of its run. Alone, everything here does nothing."""
+
+    def __init__(self, trainer: lightning.Trainer) -> None:
+        self.trainer = trainer
+        self.rank, self.count = trainer.global_rank, trainer.world_size
+        self.fault: str | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._waiting: Any = None
+        self._done = threading.Event()
+
+    @property
+    def several(self) -> bool:
+        return self.count > 1 or isinstance(self.trainer.strategy, ShardedStrategy)
+
+    def join(self, model: lightning.LightningModule, tell: Callable[[str], None]) -> None:
+        """Start the other processes of this node, where that is up to this one, and meet all of them. From here on this
+        process ends within seconds of a lost one, and `tell` gets the reason where nobody else can say it."""
+        if not self.several:
+            return
+        strategy: Any = self.trainer.strategy
+        strategy.connect(model)
+        launcher = strategy.launcher
+        if launcher is not None and not strategy.cluster_environment.creates_processes_externally:
+            launcher._call_children_scripts()  # what launch() would do at fit; it sees that they are there
+            self._children = launcher.procs
+        parent = os.getppid()
+        threading.Thread(target=self._watch, args=(parent, tell), daemon=True, name="watch the others").start()
+        strategy.setup_environment()
+        self.rank = self.trainer.global_rank
+        self._waiting = dist.new_group(backend="gloo", timeout=PREPARING)
+
+    def wait(self) -> None:
+        """Until all are here, however long they prepare. A process that died meanwhile is a RuntimeError at once."""
+        if self.several:
+            dist.barrier(group=self._waiting)
+
+    @contextlib.contextmanager
+    def together(self, resume: Callable[[], str]) -> Iterator[None]:
+        """UserError, which tells by `resume` how to go on, where a process is lost inside. What this one started ends
+        with it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.several or not _of_others(error):
+                raise
+            self._done.wait(3 * LOOK)  # the watch may know which it was
+            reason = self.fault or f"another process of this run ended ({_short(error)})"
+            raise UserError(f"{reason}; {resume()}") from error
+        finally:
+            self._done.set()
+            self._end_children()
+
+    def _watch(self, parent: int, tell: Callable[[str], None]) -> None:
+        """Look after the others until done. Stuck in a product of many devices, no Python code of the main thread would
+        run, so this thread ends the process after a while."""
+        while not self._done.wait(LOOK):
+            self.fault = self._lost(parent)
+            if self.fault is not None:
+                break
+        if self.fault is None or self._done.wait(GRACE):
+            return
+        tell(self.fault)
+        self._end_children()
+        os._exit(LOST)
+
+    def _lost(self, parent: int) -> str | None:
+        for number, child in enumerate(self._children, 1):
+            code = child.poll()
+            if code:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+                return f"process {number} of {self.count} (PID {child.pid}) {how}"
+        environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        started_here = isinstance(environment, LightningEnvironment) and self.rank > 0
+        return "the process that started this one is gone" if started_here and os.getppid() != parent else None
+
+    def _end_children(self) -> None:
+        """Nothing that this process started outlives it."""
+        until = time.monotonic() + (GRACE if self.fault is None else 4 * LOOK)
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, until - time.monotonic()))
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+def _of_others(error: RuntimeError) -> bool:
+    """Whether it says that another process does not answer."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def _short(error: RuntimeError) -> str:
+    """What it says, without the places in other people's code."""
+    told = " ".join(str(error).split())
+    return next((sign for sign in _SIGNS if sign in told and " " in sign), told[:100])
