@@ -39,7 +39,7 @@ def shortened(command: list[str]) -> list[str]:
     program, *arguments = command
     if arguments[0] == "lab":
         return [*arguments, *(["--max-new-tokens", "4"] if "--heads" in arguments else [])]
-    if arguments[0] in ("export", "import"):
+    if arguments[0] in ("export", "import", "push", "report", "dashboard"):
         return arguments
     if arguments[0] == "check":
         return [*arguments, "--samples", "300", "--max-new-tokens", "6"]
