@@ -23,6 +23,7 @@ from decode.request import Request
 from decode.stats import DecodeStats
 from decode.target import BaseTarget, TargetOutput
 from mtp.config import HeadsOptions
+from mtp.errors import UserError
 from mtp.initialise import new_heads
 from mtp.sampling import RandomSource
 from tests.decode.laws import CHAIN_RULES, EXACT, P2, Q2, P, Q, walk_engine
@@ -239,7 +240,7 @@ def test_no_processor_sees_a_text_that_it_forbids(monkeypatch: pytest.MonkeyPatc
         assert 0 < stats.lookup_drafted < stats.drafted
         with monkeypatch.context() as patch:
             patch.setattr(Laws, "allowed", lambda self, drafts, *_: list(drafts))
-            with pytest.raises(AssertionError, match="never come to be"):
+            with pytest.raises(UserError, match="never come to be"):
                 decode(Engine(TableTarget(P), TableDrafter(Q)), list(PROMPT), 40, 2, request=request)
 
 
