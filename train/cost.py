@@ -82,6 +82,11 @@ def base_bytes(base: FrozenBase, devices: Devices) -> int:
     return every - sum(layers) + -(-sum(layers) // devices.count) + 2 * max(layers)
 
 
+def read_bytes(base: FrozenBase, devices: Devices) -> int:
+    """Of the whole base, which the first of several processes reads to spread it: on accelerators not in their memory."""
+    return base_bytes(base, Devices()) if devices.sharded and base.device.type == "cpu" else 0
+
+
 def stored_bytes(weight: Tensor) -> int:
     """Of a whole matrix: one that is quantised consists of several, and of one that is spread all parts count."""
     if isinstance(weight, DTensor) or not hasattr(weight, "__tensor_flatten__"):
@@ -116,7 +121,7 @@ def estimate_memory(
     """
     config, size = heads.config, base.hidden_size
     parameters = sum(p.numel() for p in heads.parameters())
-    weights = base_bytes(base, devices) + heads_bytes(parameters, states, devices)
+    weights = base_bytes(base, devices) + read_bytes(base, devices) + heads_bytes(parameters, states, devices)
     copied = 0 if config.draft_vocab_size is None else config.proposals * size * 4
     loss = chunk * (5 * config.draft_length * config.proposals + 3 * base.vocab_size) * 4
     block = config.block
