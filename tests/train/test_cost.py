@@ -227,7 +227,7 @@ def test_the_estimate_of_memory_holds_on_each_of_two(strategy: str, ranks: Ranks
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     whole = ["--config", "configs/smollm2-recurrent.yaml", *arguments, "--trainer.strategy", strategy]
     said = ranks.run(whole, tmp_path / "said")
-    told = re.search(r"memory: about ([\d.]+) GB at 4 × 512 tokens on each of 2 devices", said)
+    told = re.search(r"memory:?\s+about ([\d.]+) GB at 4 × 512 tokens on each of 2 devices", said)
     assert told is not None
     for peak in re.findall(r"PEAK (\d+)", said):
         assert 0.8 < float(told[1]) / (int(peak) / 1e9) < 2.0, (told[1], peak)
