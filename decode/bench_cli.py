@@ -102,3 +102,5 @@ def _check_files(options: Namespace, request: Request, against: list[str]) -> No
         check_plot(options.plot, request, against)
     if options.report is not None:
         check_report(options.report)
+        if options.plot is not None and options.plot.resolve() == options.report.with_suffix(".png").resolve():
+            raise UserError(f"--plot is {options.plot}, where --report puts its own charts; use another name for one.")

@@ -57,7 +57,8 @@ def generate_file(
         report = _report(job, found, decoder, request, options) | ({"interrupted": True} if interrupted else {})
         if options.json:
             print_json(report)
-        record.end({**report, "results": []})
+        if len(job.done) > found:  # a file that was whole keeps the statistics of its making
+            record.end({**report, "results": []})
     if interrupted:
         terminal.say("interrupted; the same command goes on.")
         return INTERRUPTED

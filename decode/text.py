@@ -4,7 +4,7 @@ Knows: tokenizers and chat templates. Refuses to know models. A piece never ends
 incomplete waits for the next token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from decode.stopping import ToText
@@ -23,7 +23,8 @@ def encode(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
         return [int(item) for item in prompt]  # type: ignore[arg-type]
     if tokenizer is None:
         raise UserError("this base has no tokenizer; give token ids as the prompt.")
-    check_text(str(prompt), "the prompt")
+    for text in _texts_of(prompt):
+        check_text(text, "the prompt")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str) and not (chat and has_template):
         return list(tokenizer(prompt)["input_ids"])
@@ -32,6 +33,17 @@ def encode(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
         raise UserError(f"the prompt is a list of messages, but {why}; give the prompt as one text.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return _apply_template(tokenizer, messages)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts of a prompt, wherever they are in its messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_of(list(value.values()))
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts_of(item)
 
 
 def check_text(text: str, what: str) -> None:

@@ -58,7 +58,8 @@ def time_in_words(pace: Pace, steps: float, validations: float, limit: float | N
     if left is None or step is None:
         return "  time    known after the first steps"
     how = "measured" if pace.sure else "guessed"  # from one pass, a cold one
-    lines = [f"  time    about {in_words(min(left, limit or left))} left: {in_words(step)} a step, {how}"]
+    until = left if limit is None else min(left, limit)
+    lines = [f"  time    about {in_words(until)} left: {in_words(step)} a step, {how}"]
     if limit is not None and limit < left:
         lines.append(f"          trainer.max_time ends it before {steps:,.0f} more steps")
     if validations >= 1 and pace.per_validation is None:
@@ -94,7 +95,7 @@ def next_commands(folder: Path, heads: Heads, base: FrozenBase, prompts: str | N
     if fitting:
         out = shlex.quote(str(folder.parent / fitting[0]))
         commands.append(f"mtp-decode export --heads {name} --format {fitting[0]} --output {out}")
-    return [*commands, f"mtp-decode push --heads {name} --repo you/{shlex.quote(folder.parent.name)}"]
+    return [*commands, f"mtp-decode push --heads {name} --repo you/{shlex.quote(folder.parent.name)} --license LICENCE"]
 
 
 def formats(heads: Heads, base: FrozenBase) -> Sequence[str]:

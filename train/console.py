@@ -4,8 +4,10 @@ Knows: the console. Refuses to know: what a command does with either.
 """
 
 import os
+import sys
 from collections.abc import Callable
 
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,6 +27,14 @@ from mtp.errors import UserError
 from mtp.quantise import check_quantise, quantise
 from mtp.sharding import load_sharded
 from train.options import BaseOptions
+
+
+def warn(console: Console, text: str) -> None:
+    """A line that --quiet does not silence: the first process tells it on stderr then."""
+    if not console.quiet:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+    elif rank_zero_only.rank == 0:
+        print(text, file=sys.stderr)
 
 
 class RateColumn(ProgressColumn):

@@ -83,7 +83,7 @@ def base_bytes(base: FrozenBase, devices: Devices) -> int:
 
 
 def read_bytes(base: FrozenBase, devices: Devices) -> int:
-    """Of the whole base, which the first of several processes reads to spread it: on accelerators not in their memory."""
+    """Of the whole base, which the first of several processes reads to spread it: not in an accelerator's memory."""
     return base_bytes(base, Devices()) if devices.sharded and base.device.type == "cpu" else 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import lightning
 import torch
 from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -28,6 +29,7 @@ from mtp.errors import UserError
 from train.briefing import acceptance_table, briefing, disk_in_words, next_commands, steps_in_words
 from train.callbacks import ConsoleReport, ExportHeads, LastCheckpoint, RunPage, StopBetweenSteps, Tally
 from train.card import renew_card
+from train.console import warn
 from train.data import ChatDataModule
 from train.disk import check_disk, estimate_disk
 from train.given import check_given, explain
@@ -76,7 +78,7 @@ class TrainCLI(LightningCLI):
         self.console = Console(quiet=not first_process() or options.verbosity == "quiet")
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
-        self.page = RunPage(self.folder, self.export, self.tell)
+        self.page = RunPage(self.folder, self.export, lambda text: warn(self.console, text))
         watched = interactive() and options.verbosity != "quiet" and given["enable_progress_bar"] is not False
         self.progress = TrainingProgress(self.console, watched)
         self.progress.brief = self.brief
@@ -98,10 +100,6 @@ class TrainCLI(LightningCLI):
                 enable_progress_bar=False,  # the run has one of its own
                 **kwargs,
             )
-
-    def tell(self, text: str) -> None:
-        """A line on the console, whatever is in it."""
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def brief(self, trainer: lightning.Trainer, model: HeadsModule) -> list[str]:
         """The summary before the first step; UserError where the disk has no room for the run."""
@@ -192,7 +190,8 @@ def train(cli: TrainCLI, checkpoint: Path | None) -> None:
 
 def how_to_go_on(cli: TrainCLI, arguments: Sequence[str]) -> str:
     """After Ctrl-C: from the last checkpoint, or from the start where there is none; then no run is left behind."""
-    checkpoint = cli.config["ckpt_path"] or cli.folder / "checkpoints" / "last.ckpt"
+    last = cli.folder / "checkpoints" / "last.ckpt"
+    checkpoint = last if last.is_file() else cli.config["ckpt_path"] or last
     if checkpoint.is_file():
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
         return f"{saved} steps are saved. Go on with\n{resuming(arguments, checkpoint)}"
@@ -266,7 +265,12 @@ def conclude(cli: TrainCLI) -> None:
     if not heads.is_dir():
         Console().print(f"no step was taken, so there are no heads; records: {cli.folder}", highlight=False)
         return
+    if any(isinstance(one, Timer) and not (one.time_remaining() or 0) > 0 for one in cli.trainer.callbacks):
+        warn(cli.console, "trainer.max_time ended the run; a longer one, or null, goes on from its checkpoint.")
     if cli.console.quiet:
+        for line in cli.export.verdict():
+            if line.startswith("warning"):
+                warn(cli.console, line)
         Console().print(f"heads: {heads}", highlight=False, soft_wrap=True)
         return
     told = [

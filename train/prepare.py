@@ -14,7 +14,7 @@ from rich.progress import Progress
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.memory import free_memory
-from train.console import COLUMNS, load_base, load_share
+from train.console import COLUMNS, load_base, load_share, warn
 from train.cost import Devices, check_memory, estimate_memory, held_bytes, matrix_peak, product_dtype
 from train.data import ChatDataModule
 from train.feature_store import FeatureStore
@@ -120,7 +120,7 @@ def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: Froz
     if heads.draft_ids is not None:
         warning = vocab_warning(data.supervised_counts(base.vocab_size), heads.draft_ids)
     if warning:
-        say(f"warning: {warning}", highlight=False, markup=False)
+        warn(console, f"warning: {warning}")
     say("first example, supervised tokens between ⟦ and ⟧:", highlight=False)
     say(data.preview()[0], highlight=False, markup=False)
 

@@ -53,7 +53,8 @@ class TrainingProgress(lightning.Callback):
 
     def _limit(self, trainer: lightning.Trainer) -> float | None:
         timers = [one for one in trainer.callbacks if isinstance(one, Timer)]  # type: ignore[attr-defined]
-        return timers[0].time_remaining() if timers else None
+        left = timers[0].time_remaining() if timers else None
+        return None if left is None else max(0.0, left)
 
     def _tell_time(self, trainer: lightning.Trainer) -> None:
         told = time_in_words(self.pace, *self.left(trainer), self._limit(trainer))

@@ -189,3 +189,15 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(UserError, match="line 2"):
         read_prompts(path)
+
+
+def test_what_is_no_text_is_refused_wherever_it_stands_in_a_conversation() -> None:
+    for prompt in (
+        "bad \ud800 x",
+        [{"role": "user", "content": "bad \ud800 x"}],
+        [{"role": "a\udcff", "content": "x"}],
+    ):
+        with pytest.raises(UserError, match="the prompt has a part that is no text"):
+            encode(object(), prompt, chat=True)
+    with pytest.raises(UserError, match="no chat template"):  # a good one gets as far as the tokenizer
+        encode(object(), [{"role": "user", "content": "good \U0001f600"}], chat=True)
