@@ -84,3 +84,10 @@ def test_places_that_are_refused_at_once(folder: Path, capsys: pytest.CaptureFix
     given = ["--heads", str(folder / "heads"), "--prompts", str(folder / "prompts.jsonl")]
     assert main(["bench", *given, "--report", str(folder / name)]) == 2
     assert "--report is" in capsys.readouterr().err
+
+
+def test_a_plot_does_not_take_the_place_of_the_pages_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--heads", str(folder / "heads"), "--prompts", str(folder / "prompts.jsonl"), "--against", "plain"]
+    files = ["--report", str(folder / "same.html"), "--plot", str(folder / "same.png")]
+    assert main(["bench", *given, *files]) == 2
+    assert "where --report puts its own charts" in capsys.readouterr().err
