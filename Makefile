@@ -29,8 +29,9 @@ lint: $(STAMP)
 # Without a GPU the CPU build of torch is enough, and gigabytes smaller. It is looked for where pip is configured to look,
 # then by uv, which knows PyTorch's own index; if neither finds it, PyPI's build serves as well.
 $(STAMP): pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || \
+	@echo "setting up $(VENV): about 2 GB of packages, which takes some minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import torch" 2>/dev/null || \
 	if command -v nvidia-smi >/dev/null 2>&1; then \
 		$(BIN)/pip install --quiet "torch==$(TORCH)"; \
 	else \
@@ -39,8 +40,8 @@ $(STAMP): pyproject.toml Makefile
 		  $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu "torch==$(TORCH)"; } || \
 		$(BIN)/pip install --quiet "torch==$(TORCH)"; \
 	fi
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $(STAMP)
+	@$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $(STAMP)
 
 clean:
 	rm -rf $(VENV)

@@ -84,7 +84,8 @@ def _document(report: bool, entity: str | None, project: str) -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any], console: Console) -> None:
-    owner = f"{document['entity'] or '(whose key it is)'}/{document['project']}"
+    entity = document["entity"] or "(the key's own entity)"
+    owner = f"{entity}/{document['project']}"
     if "url" in document:
         console.print(f"{document['kind']} saved: {document['url']}", markup=False)
         return

@@ -39,7 +39,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; make demo starts again, and what is under runs/ is kept", file=sys.stderr)
+        print("\ninterrupted; make demo starts again; answers that are written are kept", file=sys.stderr)
         return 130
     console.print(f"done in {time.monotonic() - started:.0f} s; the heads and all records are in {document['run_dir']}")
     print(json.dumps(document), flush=True)

@@ -195,7 +195,7 @@ def how_to_go_on(cli: TrainCLI, arguments: Sequence[str]) -> str:
     if checkpoint.is_file():
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
         return f"{saved} steps are saved. Go on with\n{resuming(arguments, checkpoint)}"
-    if first_process():
+    if first_process() and not (cli.folder / "wandb").is_dir():  # whose records the run has just said how to send
         shutil.rmtree(cli.folder, ignore_errors=True)
     return f"no step was saved, tokens and features are kept. Start again with\n{command_line(arguments)}"
 
