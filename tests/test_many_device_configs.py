@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from train.cli import InspectCLI, parse
+from train.fit import parse
+from train.inspect_cli import InspectCLI
 
 PATHS = [Path("configs/one-node-8-gpus.yaml"), Path("configs/fsdp-70b-several-nodes.yaml")]
 # Trainer's own defaults are null where Lightning decides; and this needs the machine to know.

@@ -9,29 +9,31 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 
 from decode.wandb_run import wandb_mode
 from mtp.errors import UserError
 from train import dashboard_save
 from train.dashboard import COMPARED, COMPARISON, SECTIONS, Section, panels
+from train.help import command_parser, read_options
 from train.run import RunOptions
 
-DESCRIPTION = """Create or update the acceptance-length dashboard of a W&B project:
-mtp-train dashboard --project mtp. The same command again updates the same view."""
+ABOUT = (
+    "Create or update the acceptance-length dashboard of a W&B project. The same command again updates the same view."
+)
+EXAMPLES = ("--dry-run", "--entity me --project mtp", "--report --dry-run --json")
 
 
 def run_dashboard(arguments: Sequence[str]) -> None:
     """Save the dashboard, or show what would be saved."""
-    parser = ArgumentParser(prog="mtp-train dashboard", exit_on_error=False, description=DESCRIPTION)
+    parser = command_parser("dashboard", ABOUT, EXAMPLES)
     add = parser.add_argument
     add("--entity", type=str | None, help="team or user that owns the project; whose key it is, if not given")
     add("--project", type=str, default=RunOptions.wandb_project, help="project in W&B")
     add("--report", action="store_true", help="the report that compares runs, in place of the workspace")
     add("--dry-run", action="store_true", help="show what would be saved; needs no key and no network")
     add("--json", action="store_true", help="the last line of stdout is one JSON document")
-    options = parser.parse_args(list(arguments))
+    options = read_options(parser, arguments)
     for name in ("entity", "project"):
         _check(name, options[name])
     if options.dry_run:

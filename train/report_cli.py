@@ -5,8 +5,7 @@ Knows: its argument. Refuses to know: what is on the page.
 
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
-
+from train.help import command_parser, read_options
 from train.run_page import write_page
 
 ABOUT = "Write a run's report.html and plots/ anew: of a finished, running or killed run, or one of an older version."
@@ -14,6 +13,6 @@ ABOUT = "Write a run's report.html and plots/ anew: of a finished, running or ki
 
 def run_report(arguments: list[str]) -> None:
     """Write the page, and say where it is."""
-    parser = ArgumentParser(prog="mtp-train report", exit_on_error=False, description=ABOUT)
+    parser = command_parser("report", ABOUT, ("runs/demo",))
     parser.add_argument("folder", type=Path, help="of the run, such as runs/demo")
-    print(f"report: {write_page(parser.parse_args(arguments).folder)}")
+    print(f"report: {write_page(read_options(parser, arguments).folder)}")
