@@ -6,19 +6,23 @@ which cache is whose, how far it is filled, and what the states are for.
 Shapes: n rows, D hidden, H query heads, J key-value heads, E head size, L blocks.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mtp.heads.blocks import Attention, Mlp, Turn
 from mtp.kernels import Kernels, Matrix, mark, plain
 from mtp.layers import Linear
+
+if TYPE_CHECKING:  # heads use this module, and whoever is imported first must find the other whole
+    from mtp.heads.blocks import Attention, Mlp, Turn
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 _NORMS = ("attention_norm", "q_norm", "k_norm", "mlp_norm")

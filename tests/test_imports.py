@@ -1,6 +1,8 @@
 """Who may import whom: mtp <- decode <- train, and mtp stays free of applications."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,9 @@ def test_the_negative_control() -> None:
     """The walk above sees imports inside functions: train uses lightning, and some module imports lazily."""
     assert "lightning" in imported(ROOT / "train" / "module.py")
     assert "wandb" in imported(ROOT / "decode" / "wandb_run.py")
+
+
+def test_whichever_of_two_that_need_each_other_is_imported_first() -> None:
+    """`mtp.one_call` is for heads, and speaks of their blocks."""
+    for first in ("mtp.one_call", "mtp.heads", "decode.batch"):
+        subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)

@@ -29,6 +29,7 @@ def start(folder: Path, environ: dict[str, str], said: list[str]) -> WandbRun:
 def one_server() -> Iterator[Server]:
     """One for all tests: a process of wandb's talks to the server that it met first."""
     with serving() as server, pytest.MonkeyPatch.context() as patch:
+        wandb.teardown()  # that of another test's, which has met another
         patch.setenv("WANDB_BASE_URL", server.url)
         yield server
         wandb.teardown()

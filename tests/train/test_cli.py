@@ -99,7 +99,7 @@ def test_a_killed_run_resumes_to_the_same_heads(case: str, tmp_path: Path) -> No
     process.send_signal(signal.SIGKILL)
     process.wait()
     step = torch.load(checkpoint, weights_only=True)["global_step"]
-    assert 3 <= step < 24, "the kill came too late to test anything"
+    assert 2 <= step < 24, "the kill came too late to test anything"
     assert main([*command[3:], "--ckpt_path", str(checkpoint)]) == 0
     resumed = final_state(checkpoint.parent.parent)
     for name, tensor in expected.items():
