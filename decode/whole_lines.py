@@ -40,7 +40,7 @@ class WholeLines:
                 f"{self._option} is being written by another process; wait for it, or name a new file."
             ) from None
         try:
-            _drop_torn_line(path)
+            drop_torn_line(path)
             self._agree(settings)
             self._file = path.open("ab", buffering=0)
         except BaseException:
@@ -129,7 +129,7 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
     """Cuts the file behind its last end of line; looks from the end, as a line is short and a file may be long."""
     if not path.exists():
         return

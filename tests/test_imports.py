@@ -66,4 +66,5 @@ def test_the_negative_control() -> None:
 def test_whichever_of_two_that_need_each_other_is_imported_first() -> None:
     """`mtp.one_call` is for heads, and speaks of their blocks."""
     for first in ("mtp.one_call", "mtp.heads", "decode.batch"):
-        subprocess.run([sys.executable, "-c", f"import {first}"], check=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", f"import {first}"], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, ""), first

@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from decode.whole_lines import drop_torn_line
 from mtp.errors import UserError
 from train.records import Message, read_jsonl
 
@@ -33,7 +34,7 @@ class AnswerFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            _drop_torn_line(self.path)
+            drop_torn_line(self.path)
             self._agree(settings)
             self.done = _done(self.path, prompts)
             self._file = self.path.open("ab", buffering=0)
@@ -101,24 +102,6 @@ def _done(path: Path, prompts: Sequence[Sequence[Message]]) -> set[int]:
                 raise UserError(f"{told}. Give the prompts in their earlier order, or a new file for --out.")
             done.add(index)
     return done
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cuts the file after its last end of line. Reads backwards, since one line is little and the file may be large."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
 
 
 def _write_whole(path: Path, text: str) -> None:
