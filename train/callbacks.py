@@ -53,12 +53,13 @@ def _fitting(trainer: lightning.Trainer) -> bool:
 class StopBetweenSteps(lightning.Callback):
     """The first Ctrl-C in training lets the step end and saves it; the second, and one in validation, stops at once.
 
-    Before a validation, which may take long, the steps are saved too. Several processes stop at once always: they would
-    not all be in the same step. `last`: whose file is written.
+    Before a validation, which may take long, the steps are saved too, unless it comes in the middle of a step: what is
+    accumulated is in no checkpoint. Several processes stop at once always: they would not all be in the same step.
+    `last`: whose file is written.
     """
 
     def __init__(self, last: LastCheckpoint, say: Callable[[str], None]) -> None:
-        self.last, self._step, self._saved = last, 0, False
+        self.last, self._step, self._between, self._saved = last, 0, True, False
         self.patience = Patience(lambda: say("Ctrl-C: this step is finished and saved first; again: stop at once"))
 
     def _hold(self, trainer: lightning.Trainer) -> None:
@@ -72,7 +73,8 @@ class StopBetweenSteps(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step > self._step and self.patience.asked:
+        self._between = trainer.global_step > self._step
+        if self._between and self.patience.asked:
             trainer.save_checkpoint(self.last.path)
             self._saved = True
         self._step = trainer.global_step
@@ -84,7 +86,7 @@ class StopBetweenSteps(lightning.Callback):
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._stop_if_saved()
-        if _fitting(trainer) and trainer.global_step % self.last.every:
+        if _fitting(trainer) and self._between and trainer.global_step % self.last.every:
             trainer.save_checkpoint(self.last.path)
         self.patience.release()
 

@@ -232,6 +232,8 @@ class HeadsModule(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         stepped = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0 or self.trainer.is_last_batch
+        if not stepped:  # the time may be up: what is accumulated is in no checkpoint, and callbacks ask again soon
+            self.trainer.should_stop = False
         if self.meter.sums is None or not stepped or self.trainer.global_step % self.trainer.log_every_n_steps:
             return
         metrics = summarise(self._reduced(self.meter.sums), "train") | self.meter.metrics(self._over_ranks)

@@ -1,14 +1,17 @@
 """`mtp-train` through its command line on tiny bases: records, resuming, kills, and bad input."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 
 from mtp.hub import load_heads
 from tests.tiny import tiny_base
@@ -68,7 +71,7 @@ def test_a_second_run_gets_its_own_folder(tmp_path: Path) -> None:
 
 
 LK = {"kl": 0.0, "lk": 1.0, "ce": 0.1, "final": {"tv": 1.0, "kl": 0.1}, "blend": [0.3, 0.7], "chunk": 16}
-KILLED: dict[str, dict[str, object]] = {
+RESUMED: dict[str, dict[str, object]] = {
     "plain": {},
     "muon, kept features, packing": {
         "model__optimizer__kind": "muon",
@@ -80,16 +83,61 @@ KILLED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("case", KILLED)
-def test_a_killed_run_resumes_to_the_same_heads(case: str, tmp_path: Path) -> None:
-    """kill -9 somewhere after the first checkpoint; the resumed run ends where an uninterrupted one does, across the
-    end of an epoch (at most 7 batches)."""
-    changes = {"trainer__max_steps": 24, "model__decode__prompts": None, "trainer__val_check_interval": 5}
-    changes |= KILLED[case]
+@pytest.mark.parametrize("case", RESUMED)
+def test_every_checkpoint_of_a_run_leads_to_the_same_heads(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a run is killed, it goes on from the last checkpoint that was written: each must do, those before
+    validations in the middle of an accumulated step and those across the end of an epoch included."""
+    changes = {"model__decode__prompts": None, "trainer__val_check_interval": 5, **RESUMED[case]}
     if "model__features" in changes:
-        changes["model__features"] = {**KILLED[case]["model__features"], "dir": str(tmp_path / "kept")}  # type: ignore[dict-item]
-    whole = train(tmp_path, **changes)
-    expected = final_state(whole)
+        changes["model__features"] = {**RESUMED[case]["model__features"], "dir": str(tmp_path / "kept")}  # type: ignore[dict-item]
+    saved: list[Path] = []
+
+    def save(trainer: lightning.Trainer, path: Path, *rest: object, **more: object) -> None:
+        written(trainer, path, *rest, **more)
+        saved.append(Path(shutil.copy(path, tmp_path / f"{len(saved)}.ckpt")))
+
+    written = lightning.Trainer.save_checkpoint
+    monkeypatch.setattr(lightning.Trainer, "save_checkpoint", save)
+    steps = ["--trainer.max_steps", "9"]
+    expected = final_state(train(tmp_path, *steps, **changes))
+    for checkpoint in list(saved):
+        if torch.load(checkpoint, weights_only=True)["global_step"] < 9:
+            killed = tmp_path / "runs" / checkpoint.stem / "checkpoints" / "last.ckpt"  # as if it had been the last one
+            killed.parent.mkdir(parents=True)
+            shutil.copy(checkpoint, killed)
+            train(tmp_path, *steps, "--ckpt_path", str(killed), **changes)
+            resumed = final_state(killed.parent.parent)
+            for name, tensor in expected.items():
+                assert torch.equal(tensor, resumed[name]), (checkpoint.name, name)
+    assert len(saved) > 4
+
+
+def test_the_clock_stops_between_accumulated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that is up in the middle of a step stops after it, so that nothing accumulated is lost."""
+    changes = {"model__decode__prompts": None, "trainer__accumulate_grad_batches": 3, "trainer__max_time": "01:00:00:00"}
+    steps = ["--trainer.max_steps", "5"]
+    expected = final_state(train(tmp_path, *steps, **changes))
+
+    def up(timer: Timer, trainer: lightning.Trainer, *_: object, **__: object) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.fit_loop.epoch_loop.batch_idx >= 3  # the second step's first
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Timer, "on_train_batch_end", up)
+        stopped = train(tmp_path, *steps, **changes) / "checkpoints" / "last.ckpt"
+    assert torch.load(stopped, weights_only=True)["global_step"] == 2
+    train(tmp_path, *steps, "--ckpt_path", str(stopped), **changes)
+    resumed = torch.load(stopped, weights_only=True)
+    assert resumed["global_step"] == 5
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, resumed["state_dict"][name]), name
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """kill -9 somewhere after the first checkpoint; the resumed run ends where an uninterrupted one does."""
+    changes = {"trainer__max_steps": 24, "model__decode__prompts": None, "trainer__val_check_interval": 5}
+    expected = final_state(train(tmp_path, **changes))
     command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, run__name="killed", **changes))]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     checkpoint = tmp_path / "runs" / "killed" / "checkpoints" / "last.ckpt"
