@@ -3,14 +3,14 @@
 Knows: five ways to decode the same prompts with the same settings: `mtp` (heads draft), `plain` (same engine, K = 0),
 `transformers` (`model.generate()`), `lookup` (that with prompt lookup) and `vllm` (plain decoding in vLLM, in a process
 of its own). Refuses to time one side differently: every side gets the same token ids, is warmed up once without being
-timed, takes its turn on every prompt, and its wall time includes the prefill.
+timed, takes its turn on every prompt (or batch of prompts), and its wall time includes the prefill.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from decode.costs import CONTEXT, LEAST_ROWS, Costs, measure_steps, read_bandwid
 from decode.decoder import Decoder
 from decode.request import Request
 from decode.rivals import LOOKUP_TOKENS, transformers_runner
-from decode.sides import Runner, Side, Spent, paired, spread, take_turns
+from decode.sides import Runner, Side, Spent, Task, in_turns, paired, spread, take_turns
 from decode.stats import DecodeStats
 from decode.stopping import room
 from decode.stream import Result
@@ -51,29 +51,32 @@ def bench(
     vllm: Path | None = None,
     texts: list[Result] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    batch_size: int = 1,
 ) -> dict[str, Any]:
     """Run all sides over all prompts and report as JSON; `on_prompt` is called after each prompt, and where `stop` is
     true behind one, the report is of those so far. With `categories`,
     one for each prompt, the acceptance length is told for each of them too, and as their mean. Parts of a step are
     measured alone behind `context` places of text, fewer where the base has no room for them. `vllm` is the Python of
-    the environment that has vLLM; None is this one. `texts` takes in what mtp decoded, prompt by prompt.
+    the environment that has vLLM; None is this one. `texts` takes in what mtp decoded, prompt by prompt. A turn is
+    `batch_size` prompts, which every side decodes at once.
 
     Keys of the report, besides where and with which settings it was measured:
         results: of each side, mtp first: `name`, `tokens`, `wall_seconds`, `tok_per_s` (tokens over seconds, prefill
-            included), the same `tok_per_s_by_prompt`, and its `tok_per_s_spread` over prompts (median, min, max). Of
+            included), the same `tok_per_s_by_turn`, and its `tok_per_s_spread` over turns (median, min, max). Of
             our engine also `accept_len` (and `accept_len_by_category`, `accept_len_category_mean`), `steps`,
             `accepted_per_position` and `alpha` [K], `seconds` by phase, `step_seconds` (prefill aside), and the shares
-            of a step that are the rule's (`rule_share`) and that are not the base's forward (`overhead_share`).
+            of a step that are the rule's (`rule_share`) and that are not the base's forward (`overhead_share`). In a
+            batch a step is one text's, and takes its share of the time of all.
         ratios: mtp's `tok_per_s` over that of each other side.
-        paired_ratios: median, min and max over the prompts of that ratio on one prompt.
+        paired_ratios: median, min and max over the turns of that ratio on one turn.
         costs: parts measured alone, behind `context` places: `forward_seconds` over 1, 2, … rows, `draft_seconds` of
             one draft (null without), `weight_bytes` that a forward reads, the `forward_bandwidth` that one row makes of
             them, the machine's `read_bandwidth`, `memory_floor_seconds` (weights over that), and `step_over_floor`:
-            how many times that a step of mtp takes.
+            how many times that a step of mtp takes (null in batches).
         cost_model: from these, the speed over that of plain decoding to expect of 1, 2, …, K drafts per step
             (`speed_up`), and as `measured` with K, both without prefill; null without drafts, with a tree, with
-            lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), and where plain was not
-            measured.
+            lookup, with `draft_length_auto` (K chosen in every step, up to `draft_length`), in batches, and where plain
+            was not measured.
         spec_decode_num_…: counts of mtp under vLLM's names (`decode.telemetry`).
         lookup_tokens: the most drafts of a step of the side `lookup`; null where it was not measured.
         vllm: versions of vLLM, torch and transformers in its environment; null where it was not measured.
@@ -82,40 +85,49 @@ def bench(
     """
     check_context(context)
     check_rivals(against)
+    check_together(against, batch_size)
     texts = [] if texts is None else texts
     encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
+    known = [None] * len(encoded) if categories is None else categories
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
+    tasks = [Task(*one) for one in zip(encoded, budgets, known, strict=True)]
+    turns = in_turns(tasks, batch_size)
     with ExitStack() as stack:
-        sides = _sides(decoder, request, [name for name in against if name != "vllm"], texts)
+        sides = _sides(decoder, request, [name for name in against if name != "vllm"], texts, batch_size)
         versions = None
         if "vllm" in against:  # last, as the others refuse at once what they cannot do
-            longest = max(len(ids) + budget for ids, budget in zip(encoded, budgets, strict=True))
-            run, versions = stack.enter_context(vllm_runner(find_python(vllm), decoder.base, request, longest))
+            longest = max(len(task.ids) + task.max_new_tokens for task in tasks)
+            ready = vllm_runner(find_python(vllm), decoder.base, request, longest, batch_size)
+            run, versions = stack.enter_context(ready)
             sides.append(Side("vllm", run))
-        for side in sides:
-            side.run(encoded[0], min(budgets[0], _WARM_UP_TOKENS))
+        for side, turn in product(sides, {len(turn): turn for turn in turns}.values()):  # the last may have fewer
+            side.run([replace(task, max_new_tokens=min(task.max_new_tokens, _WARM_UP_TOKENS)) for task in turn])
         texts.clear()  # of the warm-up
-        known = [None] * len(encoded) if categories is None else categories
-        take_turns(sides, encoded, budgets, known, on_prompt, stop)
+        done = take_turns(sides, turns, on_prompt, stop)
     ours = sides[0].stats
     assert ours is not None
     costs = _measure_costs(decoder, request, encoded, ours.draft_length, context)
     return {
         **_report(decoder.base, request, sides, heads_name),
-        **_cost_report(costs, sides, request.draft_length == "auto"),
+        "num_prompts": done,
+        "batch_size": batch_size,
+        **_cost_report(costs, sides, request.draft_length == "auto", batch_size),
         "vllm": versions,
     }
 
 
-def _sides(decoder: Decoder, request: Request, against: Sequence[str], texts: list[Result]) -> list[Side]:
+def _sides(
+    decoder: Decoder, request: Request, against: Sequence[str], texts: list[Result], batch_size: int
+) -> list[Side]:
     """Those of this process."""
+    plainly = replace(request, draft_length=0, tree=None, lookup=0)
     runners: dict[str, Callable[[], Runner]] = {
-        "plain": lambda: _engine_runner(decoder, replace(request, draft_length=0, tree=None, lookup=0), []),
+        "plain": lambda: _engine_runner(decoder, plainly, [], batch_size),
         "transformers": lambda: transformers_runner(decoder.base, request),
         "lookup": lambda: transformers_runner(decoder.base, request, LOOKUP_TOKENS),
     }
     rivals = [Side(name, runners[name]()) for name in dict.fromkeys(against)]
-    return [Side("mtp", _engine_runner(decoder, request, texts)), *rivals]
+    return [Side("mtp", _engine_runner(decoder, request, texts, batch_size)), *rivals]
 
 
 def check_rivals(against: Sequence[str]) -> None:
@@ -125,20 +137,30 @@ def check_rivals(against: Sequence[str]) -> None:
         raise UserError(f"--against has {unknown[0]!r}; {did_you_mean(unknown[0], RIVALS)}")
 
 
+def check_together(against: Sequence[str], batch_size: int) -> None:
+    """UserError for a side that cannot decode so many prompts at a time; of ours the decoder knows."""
+    if batch_size < 1:
+        raise UserError(f"--batch-size is {batch_size}; use at least 1.")
+    if batch_size > 1 and "lookup" in against:
+        told = "prompt lookup in transformers takes one text at a time"
+        raise UserError(f"--batch-size is {batch_size}, and --against has lookup, but {told}; leave one of them out.")
+
+
 def check_context(context: int) -> None:
     """UserError for a text without tokens."""
     if context < 1:
         raise UserError(f"--context is {context}; use a number of tokens, at least 1.")
 
 
-def _engine_runner(decoder: Decoder, request: Request, texts: list[Result]) -> Runner:
-    def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
-        fewest = min(request.min_new_tokens, max_new_tokens)
-        stream = decoder.stream(ids, replace(request, max_new_tokens=max_new_tokens, min_new_tokens=fewest))
-        for _ in stream:
-            pass
-        texts.append(stream.result)
-        return len(stream.result.token_ids), stream.stats
+def _engine_runner(decoder: Decoder, request: Request, texts: list[Result], batch_size: int) -> Runner:
+    def own(most: int) -> Request:
+        return replace(request, max_new_tokens=most, min_new_tokens=min(request.min_new_tokens, most))
+
+    def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
+        requests = [own(task.max_new_tokens) for task in tasks]
+        results = list(decoder.generate_many([task.ids for task in tasks], requests, batch_size=batch_size))
+        texts.extend(results)
+        return sum(len(result.token_ids) for result in results), [result.stats for result in results]
 
     return run
 
@@ -171,7 +193,6 @@ def _report(base: FrozenBase, request: Request, sides: list[Side], heads_name: s
         "lossless": ours.stats.lossless,
         "tree": ours.stats.tree,
         "lookup": ours.stats.lookup,
-        "num_prompts": len(ours.turns),
         "lookup_tokens": LOOKUP_TOKENS if "lookup" in {side.name for side in rivals} else None,
         "results": [side.to_json() for side in sides],
         **vllm_counters(ours.stats),
@@ -180,16 +201,18 @@ def _report(base: FrozenBase, request: Request, sides: list[Side], heads_name: s
     }
 
 
-def _cost_report(costs: Costs, sides: list[Side], auto: bool) -> dict[str, Any]:
-    """What a step costs, and how far that explains the speed; with K chosen anew in every step there is no model."""
+def _cost_report(costs: Costs, sides: list[Side], auto: bool, batch_size: int) -> dict[str, Any]:
+    """What a step costs, and how far that explains the speed; with K chosen anew in every step there is no model, nor
+    in batches, of which no parts are measured alone."""
     ours, plain = sides[0], next((side for side in sides if side.name == "plain"), None)
     spent, stats = Spent.by(ours), ours.stats
     assert stats is not None
     report: dict[str, Any] = {
-        "costs": {**costs.to_json(), "step_over_floor": spent.step / costs.floor},
+        "costs": {**costs.to_json(), "step_over_floor": spent.step / costs.floor if batch_size == 1 else None},
         "cost_model": None,
     }
-    if plain is not None and stats.draft_length and stats.tree is None and not (auto or stats.lookup):
+    several = batch_size > 1 or stats.tree is not None
+    if plain is not None and stats.draft_length and not (several or auto or stats.lookup):
         others = Spent.by(plain)
         report["cost_model"] = {
             "speed_up": costs.speed_up(stats.accepted_per_position, spent.rest, others.rest),

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from decode.bench import DEFAULT_RIVALS, RIVALS, bench, check_context, check_rivals, describe, settings_report
+from decode.bench import (
+    DEFAULT_RIVALS,
+    RIVALS,
+    bench,
+    check_context,
+    check_rivals,
+    check_together,
+    describe,
+    settings_report,
+)
 from decode.bench_page import check_report, write_report
 from decode.bench_picture import check_plot, draw
 from decode.cli import INTERRUPTED
@@ -35,6 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("measuring").add_argument
     against = ",".join(DEFAULT_RIVALS)
     add("--against", default=against, metavar="SIDES", help="comma-separated, from: " + ", ".join(RIVALS))
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts that every side decodes at a time")
     told = "tokens of text behind which a forward over 1, 2, … rows is measured"
     add("--context", type=int, default=CONTEXT, metavar="N", help=told)
     add("--vllm", type=Path | None, metavar="PYTHON", help="for vllm: the Python of the environment that has it")
@@ -53,6 +63,7 @@ def run(options: Namespace) -> int:
     against = [name for name in options.against.split(",") if name]
     check_rivals(against)
     check_context(options.context)
+    check_together(against, options.batch_size)
     _check_vllm(options, against)
     request = read_request(options, seed=options.seed or 0)
     if options.prompts is None:
@@ -67,7 +78,7 @@ def run(options: Namespace) -> int:
         with terminal.tracked(len(prompts), "prompts") as advance, terminal.stoppable("this prompt") as stop:
             report = bench(
                 *(decoder, prompts, request, options.heads, against, advance, categories, options.context),
-                *(options.vllm, texts, stop),
+                *(options.vllm, texts, stop, options.batch_size),
             )
         if not (options.json and terminal.quiet):
             show_bench(report, to_stderr=options.json)
@@ -99,7 +110,7 @@ def _check_vllm(options: Namespace, against: list[str]) -> None:
 def _check_files(options: Namespace, request: Request, against: list[str]) -> None:
     """Before anything is measured."""
     if options.plot is not None:
-        check_plot(options.plot, request, against)
+        check_plot(options.plot, request, against, options.batch_size)
     if options.report is not None:
         check_report(options.report)
         if options.plot is not None and options.plot.resolve() == options.report.with_suffix(".png").resolve():

@@ -122,7 +122,7 @@ def _speed(report: dict[str, Any], texts: Sequence[TracedText]) -> Section:
     bars, seconds = failures.phases(ours["seconds"], ours["steps"])
     items: list[Chart | Table] = [_rates(report), bars, _rows(report), *_by_drafts(report)]
     items += [failures.committed(texts)] if texts else []
-    about = "All sides decode the same prompts with the same settings, warmed up and taking turns, prompt by prompt."
+    about = "All sides decode the same prompts with the same settings, warmed up and taking turns."
     return Section("Speed", about, (*items, _sides(report), seconds, _costs(report)))
 
 
@@ -161,10 +161,15 @@ def _sides(report: dict[str, Any]) -> Table:
              paired.get("median"), paired.get("min"), paired.get("max"), side.get("accept_len"), side["tokens"],
              side["wall_seconds"])
         )  # fmt: skip
-    speeds = ("tokens/s", "median prompt", "slowest", "fastest")
-    ratios = ("mtp / this", "median prompt", "least", "most")
+    speeds = ("tokens/s", "median turn", "slowest", "fastest")
+    ratios = ("mtp / this", "median turn", "least", "most")
     columns = ("", *speeds, *ratios, "τ", "tokens", "seconds")
-    return Table("Sides", "Over all prompts, and over single ones.", columns, tuple(rows))
+    return Table(
+        "Sides",
+        "Over all prompts, and over single turns: a prompt, or as many as are decoded at a time.",
+        columns,
+        tuple(rows),
+    )
 
 
 def _costs(report: dict[str, Any]) -> Table:

@@ -20,12 +20,14 @@ _MODEL, _MEASURED = "#2b6cb0", "#dd7a1f"
 _TEXT, _PALE_TEXT, _LINE, _GRID = "#1a202c", "#4a5568", "#a0aec0", "#e2e8f0"
 
 
-def check_plot(path: Path, request: Request, against: Sequence[str]) -> None:
+def check_plot(path: Path, request: Request, against: Sequence[str], batch_size: int = 1) -> None:
     """UserError unless this run can be drawn, and there."""
     check_path(path, "--plot")
     if "plain" not in against:
         named = ",".join(against) or "empty"
         raise UserError(f"--plot draws the speed-up over plain, but --against is {named}; add plain to it.")
+    if batch_size > 1:
+        raise UserError(f"--plot draws single texts, but --batch-size is {batch_size}; leave one of them out.")
     if request.tree is not None:
         raise UserError(f"--plot draws chains of K drafts, but --tree is {request.tree}; leave one of them out.")
     if request.lookup:

@@ -8,7 +8,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from decode.decoder import OTHER_BASE, Decoder
+from decode.decoder import Decoder
+from decode.pair import OTHER_BASE
 from decode.report import as_json
 from decode.terminal import Terminal
 

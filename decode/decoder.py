@@ -7,7 +7,7 @@ terminals.
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from decode.chain import Drafting
-from decode.costs import measure_drafts_together, measure_steps, measure_trees
 from decode.draft_length import CONTEXT, DraftLengths, StepCosts
 from decode.drafters import HeadsDrafter
 from decode.engine import Engine, run_alone
 from decode.laws import Laws
 from decode.many import check_batch, in_order, one_by_one, several_at_once
+from decode.pair import check_pair
 from decode.request import Request, make_request
 from decode.shortage import explained
 from decode.speed import Compile, check_compile, speed_up
 from decode.stats import DecodeStats
+from decode.step_costs import measure
 from decode.stopping import Stopping, room
 from decode.stream import Result, Stream
 from decode.target import BaseTarget
 from decode.text import Prompt, TextStream, check_text, encode, plain_text
-from decode.together import Begin, Copies
+from decode.together import Begin, batch_fault
 from decode.tree_shape import TreeShape
 from mtp.base import FrozenBase
-from mtp.config import BaseRef
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.heads import Heads
@@ -43,10 +43,6 @@ from mtp.processors import TextProcessors
 from mtp.quantise import check_quantise
 from mtp.quantise import quantise as quantise_base
 from mtp.sampling import RandomSource
-
-_WEIGHTS = "other weights"
-OTHER_BASE = "the text follows exactly the base that is given, and fewer drafts are accepted"
-"""What it means to decode with heads of another base."""
 
 
 def _silent(message: str) -> None:
@@ -191,12 +187,16 @@ class Decoder:
             requests = [_with_options(one, options) for one in request]
         if len(requests) != len(asked):
             raise UserError(f"there are {len(requests)} requests for {len(asked)} prompts; give one, or one for each.")
-        check_batch(self.base, requests, batch_size)
+        check_batch(self.base, requests, batch_size, lambda: self._batch_fault)
         size = min(batch_size, len(asked))
         if size <= 1:
             return one_by_one(self._prepare, asked, requests)
         prepare = partial(self._prepare, batch_size=size)
         return explained(several_at_once(self.base, prepare, asked, requests, size), self.base)
+
+    @cached_property
+    def _batch_fault(self) -> str | None:
+        return batch_fault(self.base)
 
     def _prepare(self, prompt: Prompt, request: Request, batch_size: int = 1) -> tuple[Begin, Stream]:
         """How to begin a text, and the stream of its steps if it is alone."""
@@ -244,23 +244,12 @@ class Decoder:
         return Engine(BaseTarget(self.base), HeadsDrafter(self.heads), lengths=lengths)
 
     def _step_costs(self, batch_size: int, tree: str | None) -> StepCosts:
-        """What steps cost here with each K, measured in about a second; in a batch, the share of one of its texts."""
         assert self.heads is not None
         most = self.heads.config.draft_length
-        tokens = torch.arange(CONTEXT + 1 + most, device=self.base.device) % self.base.vocab_size
-        given = self.drafting(Request(temperature=1.0, seed=0), tokens[: CONTEXT + 1])
-        if tree is not None:
-            shape = TreeShape.parse(tree)
-            return StepCosts(*measure_trees(BaseTarget(self.base), given, shape, shape.depth or most))
-        if batch_size == 1:
-            forward, draft = measure_steps(BaseTarget(self.base), given, tokens[CONTEXT + 1 :], most)
-        else:
-            copies = [self.drafting(given.request, given.committed) for _ in range(batch_size)]
-            draft = measure_drafts_together(BaseTarget(self.base), copies, most)
-            target = Copies(self.base, batch_size)
-            forward, _ = measure_steps(target, given, tokens[CONTEXT + 1 :], 0, rounds=2)  # these take long
-        assert draft is not None
-        return StepCosts.of_parts([seconds / batch_size for seconds in forward], draft)
+        text = torch.arange(CONTEXT + 1 + most, device=self.base.device) % self.base.vocab_size
+        request = Request(temperature=1.0, seed=0)
+        again = partial(self.drafting, request, text[: CONTEXT + 1])
+        return measure(self.base, again, text[CONTEXT + 1 :], batch_size, tree)
 
     def _with_bad_words(self, request: Request) -> Request:
         """The texts of --bad-words as ids, at the start of a word and inside one."""
@@ -336,50 +325,3 @@ def _with_options(request: Request | None, options: Mapping[str, Any]) -> Reques
 
 def _no_text(token_ids: Sequence[int]) -> str:
     return ""
-
-
-def check_pair(base: FrozenBase, heads: Heads, allow_other: bool = False) -> str | None:
-    """UserError unless these heads were trained on this base: sizes, weights and tokenizer. With `allow_other` the last
-    two may differ, and what that means is returned."""
-    config = heads.config
-    for what, trained, found in (
-        ("vocabulary size", config.vocab_size, base.vocab_size),
-        ("hidden size", config.hidden_size, base.hidden_size),
-    ):
-        if trained != found:
-            raise UserError(f"{_mismatch(base, heads, f'{what} {trained} instead of {found}')}.")
-    if max(config.feature_layers) > base.num_layers:
-        more = f"more layers: they read layer {max(config.feature_layers)}, and it has {base.num_layers}"
-        raise UserError(f"{_mismatch(base, heads, more)}.")
-    difference = _difference(base, config.base)
-    if difference is None:
-        return None
-    told = f"{_mismatch(base, heads, difference)}."
-    if allow_other:
-        return f"warning: {told.partition(';')[0]}; {OTHER_BASE}."
-    if base.dtype == torch.float16 and difference == _WEIGHTS:
-        raise UserError(
-            f"--dtype is float16, which rounds the weights of --base {base.name} so that its identity cannot be "
-            "told; use bfloat16 or float32."
-        )
-    raise UserError(f"{told} --allow-other-base (allow_other_base=True) decodes all the same: {OTHER_BASE}.")
-
-
-def _difference(base: FrozenBase, trained: BaseRef) -> str | None:
-    """In what the base differs from the one that heads were trained on, as far as hashes tell."""
-    if trained.fingerprint and trained.fingerprint != base.fingerprint():
-        return _WEIGHTS
-    if (
-        trained.tokenizer_fingerprint
-        and base.tokenizer is not None
-        and trained.tokenizer_fingerprint != base.tokenizer_fingerprint()
-    ):
-        return "another tokenizer or chat template"
-    return None
-
-
-def _mismatch(base: FrozenBase, heads: Heads, difference: str) -> str:
-    return (
-        f"--heads were trained for a base with {difference} than --base {base.name}; use the base they name "
-        f"({heads.config.base.name}, revision {heads.config.base.revision or 'none'}), or train heads for this one"
-    )

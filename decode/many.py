@@ -11,7 +11,7 @@ from decode.engine import Decoding
 from decode.request import Request
 from decode.stream import Result, Stream
 from decode.text import Prompt
-from decode.together import Begin, batch_fault, run_together
+from decode.together import Begin, run_together
 from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.processors import TextProcessors
@@ -22,8 +22,11 @@ Done = tuple[int, Result | UserError]
 """The number of a prompt, and what became of it."""
 
 
-def check_batch(base: FrozenBase, requests: Sequence[Request], batch_size: int) -> None:
-    """UserError on what cannot be done with so many texts at a time."""
+def check_batch(
+    base: FrozenBase, requests: Sequence[Request], batch_size: int, find_fault: Callable[[], str | None]
+) -> None:
+    """UserError on what cannot be done with so many texts at a time. `find_fault`: that of the base
+    (`decode.together.batch_fault`), which takes a moment to find."""
     if batch_size < 1:
         raise UserError(f"--batch-size is {batch_size}; use at least 1.")
     if batch_size == 1:
@@ -31,7 +34,7 @@ def check_batch(base: FrozenBase, requests: Sequence[Request], batch_size: int) 
     several = f"--batch-size is {batch_size}, but"
     for request in {id(one): one for one in requests}.values():
         _check_request(base, request, several)
-    fault = batch_fault(base)
+    fault = find_fault()
     if fault is not None:
         raise UserError(f"{several} base {base.name!r} takes one text at a time: {fault}; use 1.")
 

@@ -69,11 +69,11 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     lookup = f"lookup {report['lookup']}, " if report["lookup"] else ""
     title = (
         f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, {lengths}, "
-        f"{lookup}{report['verify']}, temperature {report['temperature']:g}, {report['num_prompts']} prompts"
+        f"{lookup}{report['verify']}, temperature {report['temperature']:g}, {_turns(report)}"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for column in ("tokens/s", "by prompt", "acceptance\nlength", "tokens", "mtp /\nthis", "by prompt"):
+    for column in ("tokens/s", "by turn", "acceptance\nlength", "tokens", "mtp /\nthis", "by turn"):
         table.add_column(column, justify="right", overflow="fold")
     for side in report["results"]:
         name, ratio, paired = side["name"], "", ""
@@ -88,6 +88,11 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
         screen.print(line, soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
 
 
+def _turns(report: dict[str, Any]) -> str:
+    at_once = "" if report["batch_size"] == 1 else f", {report['batch_size']} at a time"
+    return f"{report['num_prompts']} prompts{at_once}"
+
+
 def _spread(values: dict[str, float], form: str, unit: str = "") -> str:
     """The median, and the range in brackets."""
     return f"{values['median']:{form}}{unit} ({values['min']:{form}}–{values['max']:{form}})"
@@ -96,12 +101,14 @@ def _spread(values: dict[str, float], form: str, unit: str = "") -> str:
 def _bench_notes(report: dict[str, Any]) -> Iterator[str]:
     """What stands under the table of `bench`."""
     ours, costs = report["results"][0], report["costs"]
-    yield "by prompt: median (range) over the prompts; a ratio is that of two sides on the same prompt"
+    turn = "prompt" if report["batch_size"] == 1 else "batch"
+    yield f"by turn: median (range) over the turns; a turn is a {turn}, and a ratio that of two sides on the same one"
     phases = {name: ours["seconds"][name] / max(1, ours["steps"]) for name in ("verify", "draft", "rule", "other")}
     total = max(sum(phases.values()), 1e-12)
     base, draft, rule, other = (f"{seconds / total:.1%}" for seconds in phases.values())
+    share = "" if report["batch_size"] == 1 else " (a text's share of a batch's)"
     yield (
-        f"step of mtp: {1e3 * ours['step_seconds']:.1f} ms; the base's forward {base}, the rest "
+        f"step of mtp{share}: {1e3 * ours['step_seconds']:.1f} ms; the base's forward {base}, the rest "
         f"{ours['overhead_share']:.1%}: drafting {draft}, rule {rule}, other {other}"
     )
     rows = costs["forward_seconds"]
@@ -114,7 +121,10 @@ def _bench_notes(report: dict[str, Any]) -> Iterator[str]:
         f"forward over one row; this machine reads {costs['read_bandwidth'] / 1e9:.1f} GB/s"
     )
     floor = f"{1e3 * costs['memory_floor_seconds']:.1f} ms"
-    yield f"memory floor of a forward: {floor}; a step of mtp takes {costs['step_over_floor']:.2f} times that"
+    over = costs["step_over_floor"]
+    yield f"memory floor of a forward: {floor}" + (
+        "" if over is None else f"; a step of mtp takes {over:.2f} times that"
+    )
     if report["vllm"]:
         versions = ", ".join(f"{name} {version}" for name, version in report["vllm"].items())
         yield f"vllm: plain decoding in an environment of its own, {versions}"

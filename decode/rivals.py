@@ -8,7 +8,7 @@ they first occurred in the text. It decodes one text at a time. With sampling it
 keeps drafts that equal it, so texts have the law of plain decoding, but not its very draws: lengths may differ.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from decode.request import Request
-from decode.sides import Runner
+from decode.sides import Runner, Task
 from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.errors import UserError
@@ -33,17 +33,34 @@ def transformers_runner(base: FrozenBase, request: Request, lookup: int | None =
     choices = _generation_choices(request) | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
     eos = list(base.eos_token_ids)
 
-    def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
-        tokens = torch.tensor([ids], device=base.device)
+    def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
+        tokens, mask = _padded([task.ids for task in tasks], base.device)
+        most = max(task.max_new_tokens for task in tasks)
         config = GenerationConfig(
-            max_new_tokens=max_new_tokens, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
+            max_new_tokens=most, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
         )
         with _generation_config(base, config), torch.random.fork_rng():
             torch.manual_seed(request.seed or 0)
-            output = base.model.generate(tokens, attention_mask=torch.ones_like(tokens))
-        return len(output[0].tolist()) - len(ids), None
+            output = base.model.generate(tokens, attention_mask=mask)
+        new: list[list[int]] = output[:, tokens.shape[1] :].tolist()
+        return sum(_count(ids, eos, task.max_new_tokens) for ids, task in zip(new, tasks, strict=True)), ()
 
     return run
+
+
+def _padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and mask [N, the longest], padded on the left as `generate()` wants it."""
+    width = max(len(ids) for ids in prompts)
+    gaps = [width - len(ids) for ids in prompts]
+    tokens = [[ids[0]] * gap + ids for gap, ids in zip(gaps, prompts, strict=True)]
+    mask = [[0] * gap + [1] * (width - gap) for gap in gaps]
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+
+
+def _count(new: list[int], eos: Sequence[int], most: int) -> int:
+    """Tokens of a text up to its end; what follows in a batch is padding."""
+    ends = [place for place, token in enumerate(new[:most], start=1) if token in eos]
+    return ends[0] if ends else min(len(new), most)
 
 
 # Settings of a request and their names in GenerationConfig; there None is off.

@@ -1,7 +1,7 @@
 """The sides of a comparison of speed: what each has decoded, in which time, and their turns.
 
-Knows: tokens and seconds of every prompt, and what of our engine's time is the base's forward. Refuses to know: how a
-side decodes, and where and with which settings.
+Knows: tokens and seconds of every turn, which is a prompt or a batch of them, and what of our engine's time is the
+base's forward. Refuses to know: how a side decodes, and where and with which settings.
 """
 
 import time
@@ -13,8 +13,18 @@ from typing import Any
 from decode.costs import Clock
 from decode.stats import LOOKUP_COUNTS, DecodeStats, Phase
 
-Runner = Callable[[list[int], int], tuple[int, DecodeStats | None]]
-"""(prompt ids, max_new_tokens) to the number of generated tokens and, from our engine, its statistics."""
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt to decode."""
+
+    ids: list[int]
+    max_new_tokens: int
+    category: str | None = None
+
+
+Runner = Callable[[Sequence[Task]], tuple[int, Sequence[DecodeStats]]]
+"""Decodes the prompts of a turn; the number of generated tokens and, from our engine, the statistics of each text."""
 _LEAST_SECONDS = 1e-9  # for divisions
 
 
@@ -26,20 +36,19 @@ class Side:
     run: Runner
     clock: Clock = time.perf_counter
     turns: list[tuple[int, float]] = field(default_factory=list)
-    """Generated tokens and wall seconds of each prompt."""
+    """Generated tokens and wall seconds of each turn."""
     stats: DecodeStats | None = None
     by_category: dict[str, DecodeStats] = field(default_factory=dict)
 
-    def measure(self, ids: list[int], max_new_tokens: int, category: str | None = None) -> None:
+    def measure(self, tasks: Sequence[Task]) -> None:
         started = self.clock()
-        tokens, stats = self.run(ids, max_new_tokens)  # ends with the ids on the CPU, hence after the device
+        tokens, stats = self.run(tasks)  # ends with the ids on the CPU, hence after the device
         self.turns.append((tokens, self.clock() - started))
-        if stats is None:
-            return
-        self.stats = self.stats or stats.empty()
-        self.stats.merge(stats)
-        if category is not None:
-            self.by_category.setdefault(category, stats.empty()).merge(stats)
+        for task, one in zip(tasks, stats, strict=False):  # other engines tell none
+            self.stats = self.stats or one.empty()
+            self.stats.merge(one)
+            if task.category is not None:
+                self.by_category.setdefault(task.category, one.empty()).merge(one)
 
     @property
     def tokens(self) -> int:
@@ -56,7 +65,7 @@ class Side:
 
     @property
     def rates(self) -> list[float]:
-        """The same for each prompt."""
+        """The same for each turn."""
         return [tokens / max(seconds, _LEAST_SECONDS) for tokens, seconds in self.turns]
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +88,7 @@ class Side:
             lengths = {name: stats.accept_len for name, stats in sorted(self.by_category.items())}
             report |= {"accept_len_by_category": lengths, "accept_len_category_mean": fmean(lengths.values())}
         report |= {"tok_per_s": self.tok_per_s, "tok_per_s_spread": spread(self.rates)}
-        return report | {"tok_per_s_by_prompt": self.rates, "tokens": self.tokens, "wall_seconds": self.wall}
+        return report | {"tok_per_s_by_turn": self.rates, "tokens": self.tokens, "wall_seconds": self.wall}
 
 
 @dataclass(frozen=True)
@@ -116,27 +125,34 @@ class Spent:
         return sum(self.seconds[phase] for phase in phases) / self.stepping
 
 
+def in_turns(tasks: Sequence[Task], batch_size: int) -> list[Sequence[Task]]:
+    """As many prompts to a turn as are decoded at a time."""
+    return [tasks[first : first + batch_size] for first in range(0, len(tasks), batch_size)]
+
+
 def take_turns(
     sides: list[Side],
-    prompts: Sequence[list[int]],
-    budgets: Sequence[int],
-    categories: Sequence[str | None],
+    turns: Sequence[Sequence[Task]],
     on_prompt: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Every side on every prompt, one prompt after the other: what slows the machine down for a while hits them all.
-    Ends early behind a prompt after which `stop` is true."""
-    for index, (ids, budget, category) in enumerate(zip(prompts, budgets, categories, strict=True)):
-        turn = index % len(sides)  # nobody is always first
-        for side in sides[turn:] + sides[:turn]:
-            side.measure(ids, budget, category)
-        on_prompt()
+) -> int:
+    """Every side on every turn, one turn after the other: what slows the machine down for a while hits them all. Ends
+    early behind a turn after which `stop` is true; returns how many prompts were decoded."""
+    done = 0
+    for index, tasks in enumerate(turns):
+        first = index % len(sides)  # nobody is always first
+        for side in sides[first:] + sides[:first]:
+            side.measure(tasks)
+        for _ in tasks:
+            done += 1
+            on_prompt()
         if stop():
-            return
+            break
+    return done
 
 
 def paired(ours: Side, other: Side) -> list[float]:
-    """Our tokens per second over the other side's, prompt by prompt."""
+    """Our tokens per second over the other side's, turn by turn."""
     return [mine / theirs if theirs else 0.0 for mine, theirs in zip(ours.rates, other.rates, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """What `bench` measures heads against in vLLM: plain decoding, by a worker of vLLM's own environment.
 
 vLLM pins another torch than ours, so it has an environment of its own, and `decode.vllm_worker` runs there: up before
-the first prompt, one request at a time, ended with the comparison. Its texts have the same law as ours, and greedily
+the first prompt, one turn at a time, ended with the comparison. Its texts have the same law as ours, and greedily
 they are the same but for near ties; its draws are other ones.
 
 Knows: the worker's lines, what vLLM calls a request's settings, and how long to wait. Refuses to know: time, and vLLM.
@@ -25,7 +25,7 @@ import torch
 
 from decode import child
 from decode.request import Request
-from decode.sides import Runner
+from decode.sides import Runner, Task
 from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.errors import UserError
@@ -91,10 +91,12 @@ class Worker:
     log: Path
     versions: dict[str, str]
 
-    def run(self, ids: list[int], wishes: dict[str, Any], seconds: float = ANSWER_SECONDS) -> list[int]:
-        """The new tokens behind a prompt. UserError where it fails, ends, or is silent for so long."""
-        answer = _ask(self.process, self.log, {"prompt": ids, "settings": wishes}, seconds)
-        tokens: list[int] = answer["tokens"]
+    def run(
+        self, prompts: list[list[int]], wishes: list[dict[str, Any]], seconds: float = ANSWER_SECONDS
+    ) -> list[list[int]]:
+        """The new tokens behind each prompt. UserError where it fails, ends, or is silent for so long."""
+        answer = _ask(self.process, self.log, {"prompts": prompts, "settings": wishes}, seconds)
+        tokens: list[list[int]] = answer["tokens"]
         return tokens
 
 
@@ -112,21 +114,23 @@ def worker(command: Sequence[str], wishes: dict[str, Any], seconds: float = STAR
 
 @contextmanager
 def vllm_runner(
-    python: Path, base: FrozenBase, request: Request, longest: int
+    python: Path, base: FrozenBase, request: Request, longest: int, batch_size: int = 1
 ) -> Iterator[tuple[Runner, dict[str, str]]]:
-    """Plain decoding in vLLM, as many threads as ours, for texts of up to `longest` tokens; and its versions."""
+    """Plain decoding in vLLM, as many threads as ours, for texts of up to `longest` tokens, `batch_size` at a time; and
+    its versions."""
     check_vllm(base, request)
     source = files("decode").joinpath("vllm_worker.py").read_text(encoding="utf-8")
     # Not as a file: its folder would be searched for modules first. And without PYTHONPATH, which leads to ours.
-    with worker([str(python), "-E", "-c", source], engine_wishes(base, request, longest)) as found:
+    with worker([str(python), "-E", "-c", source], engine_wishes(base, request, longest, batch_size)) as found:
 
-        def run(ids: list[int], max_new_tokens: int) -> tuple[int, DecodeStats | None]:
-            return len(found.run(ids, settings(request, base, max_new_tokens))), None
+        def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
+            wishes = [settings(request, base, task.max_new_tokens) for task in tasks]
+            return sum(map(len, found.run([task.ids for task in tasks], wishes))), ()
 
         yield run, found.versions
 
 
-def engine_wishes(base: FrozenBase, request: Request, longest: int) -> dict[str, Any]:
+def engine_wishes(base: FrozenBase, request: Request, longest: int, batch_size: int = 1) -> dict[str, Any]:
     """What the worker is to make of the base."""
     model = base.model.name_or_path
     return {
@@ -136,6 +140,7 @@ def engine_wishes(base: FrozenBase, request: Request, longest: int) -> dict[str,
         "seed": request.seed or 0,
         # What vLLM has compiled before is found again by this number; the context may be too much.
         "max_model_len": min(base.context_length, max(_LEAST_ROOM, 1 << (longest - 1).bit_length())),
+        "max_num_seqs": batch_size,
         "threads": torch.get_num_threads(),
     }
 

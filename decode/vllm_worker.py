@@ -1,9 +1,9 @@
-"""vLLM's side of a comparison, run by the interpreter that has it: one request at a time, a line of JSON each way.
+"""vLLM's side of a comparison, run by the interpreter that has it: one turn at a time, a line of JSON each way.
 
-    in   {"model": …, "dtype": …, "seed": …, "max_model_len": …, "threads": …}       then, again and again,
-         {"prompt": [ids], "settings": {…}}
+    in   {"model": …, "dtype": …, "seed": …, "max_model_len": …, "max_num_seqs": …, "threads": …}  then, each time,
+         {"prompts": [[ids], …], "settings": [{…}, …]}
     out  {"ready": {"vllm": …, "torch": …, "transformers": …}}                       then, for each,
-         {"tokens": [ids]}, or {"error": …}
+         {"tokens": [[ids], …]}, or {"error": …}
 
 It ends with its input. Knows: vLLM. Refuses to know: our packages, which its environment does not have.
 """
@@ -44,14 +44,15 @@ def main() -> None:
 def _engine(wishes: dict[str, Any]) -> Any:
     vllm = importlib.import_module("vllm")
     # Prompts come once, but for a warm-up; its defaults, such as penalties, are a model's own.
-    return vllm.LLM(max_num_seqs=1, enable_prefix_caching=False, generation_config="vllm", **wishes)
+    return vllm.LLM(enable_prefix_caching=False, generation_config="vllm", **wishes)
 
 
-def _tokens(engine: Any, asked: dict[str, Any]) -> list[int]:
+def _tokens(engine: Any, asked: dict[str, Any]) -> list[list[int]]:
     vllm = importlib.import_module("vllm")
-    settings = vllm.SamplingParams(detokenize=False, **asked["settings"])
-    (output,) = engine.generate([{"prompt_token_ids": asked["prompt"]}], settings, use_tqdm=False)
-    return [int(token) for token in output.outputs[0].token_ids]
+    settings = [vllm.SamplingParams(detokenize=False, **one) for one in asked["settings"]]
+    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    outputs = engine.generate(prompts, settings, use_tqdm=False)
+    return [[int(token) for token in output.outputs[0].token_ids] for output in outputs]
 
 
 def _told(error: Exception) -> str:

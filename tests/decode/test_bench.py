@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from decode.decoder import Decoder
 from decode.report import show_bench
 from decode.request import Request
 from decode.rivals import LOOKUP_TOKENS, transformers_runner
-from decode.sides import Side, Spent, paired, spread, take_turns
+from decode.sides import Runner, Side, Spent, Task, in_turns, paired, spread, take_turns
 from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
@@ -36,30 +36,34 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_every_side_takes_its_turn_and_nobody_is_always_first() -> None:
     order: list[tuple[str, int, int]] = []
 
-    def runner(name: str) -> Callable[[list[int], int], tuple[int, None]]:
-        def run(ids: list[int], budget: int) -> tuple[int, None]:
-            order.append((name, ids[0], budget))
-            return budget, None
+    def runner(name: str) -> Runner:
+        def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
+            order.extend((name, task.ids[0], task.max_new_tokens) for task in tasks)
+            return 1, ()
 
         return run
 
-    sides, prompts = [Side(name, runner(name)) for name in "abc"], [[number] for number in range(4)]
-    calls: list[int] = []
-    take_turns(sides, prompts, [5, 6, 7, 8], [None] * 4, lambda: calls.append(len(order)))
+    sides = [Side(name, runner(name)) for name in "abc"]
+    tasks, calls = [Task([number], 5 + number) for number in range(4)], list[int]()
+    assert take_turns(sides, in_turns(tasks, 1), lambda: calls.append(len(order))) == 4
     assert "".join(name for name, _, _ in order) == "abc" + "bca" + "cab" + "abc"
     assert [prompt for _, prompt, _ in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert all(budget == 5 + prompt for _, prompt, budget in order)
     assert calls == [3, 6, 9, 12]
+    order.clear(), calls.clear()
+    assert take_turns(sides, in_turns(tasks, 3), lambda: calls.append(len(order)), stop=lambda: True) == 3
+    assert [prompt for _, prompt, _ in order] == [0, 1, 2] * 3
+    assert calls == [9, 9, 9]
 
 
 def timed(name: str, turns: list[tuple[int, float]], stats: DecodeStats | None = None) -> Side:
     """A side that generates so many tokens in so many seconds, by a clock of its own."""
     now, left = [0.0], iter(turns)
 
-    def run(ids: list[int], budget: int) -> tuple[int, DecodeStats | None]:
+    def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
         tokens, seconds = next(left)
         now[0] += seconds
-        return tokens, stats
+        return tokens, [stats] if stats else []
 
     return Side(name, run, clock=lambda: now[0])
 
@@ -68,7 +72,7 @@ def test_ratios_are_of_pairs_on_the_same_prompt() -> None:
     """A machine that is slow for a while is slow for both: the ratio of each pair tells, that of the medians less."""
     ours = timed("mtp", [(10, 1.0), (10, 10.0), (10, 5.0)])
     other = timed("plain", [(10, 2.0), (10, 15.0), (10, 5.0)])
-    take_turns([ours, other], [[0]] * 3, [10] * 3, [None] * 3)
+    take_turns([ours, other], [[Task([0], 10)]] * 3)
     assert ours.rates == pytest.approx([10.0, 1.0, 2.0])
     assert other.rates == pytest.approx([5.0, 10 / 15, 2.0])
     assert paired(ours, other) == pytest.approx([2.0, 1.5, 1.0])
@@ -85,7 +89,7 @@ def test_what_of_a_step_is_not_the_base_s_forward() -> None:
     stats.steps = 4
     stats.seconds |= {"prefill": 2.0, "draft": 1.0, "verify": 4.0, "rule": 0.5, "other": 0.1}
     side = timed("mtp", [(9, 10.0)], stats)
-    side.measure([0], 9)
+    side.measure([Task([0], 9)])
     spent = Spent.by(side)
     assert spent.seconds["other"] == pytest.approx(2.5)  # with what no phase accounts for
     assert (spent.stepping, spent.step, spent.rest) == pytest.approx((8.0, 2.0, 0.75))
@@ -126,8 +130,8 @@ def test_lookup_drafts_and_says_so_to_generate(
     prompt, before = [5, 6, 7, 8] * 6, base.model.generation_config
     for lookup in (None, LOOKUP_TOKENS):
         run = transformers_runner(base, Request(temperature=temperature, seed=3), lookup)
-        count, stats = run(prompt, 40)
-        assert stats is None
+        count, stats = run([Task(prompt, 40)])
+        assert stats == ()
         assert count == len(texts[lookup]) - len(prompt) <= 40
     assert base.model.generation_config is before
     assert rows[None] == [len(prompt)] + [1] * (len(texts[None]) - len(prompt) - 1)
@@ -135,6 +139,33 @@ def test_lookup_drafts_and_says_so_to_generate(
     if not temperature:
         assert texts[None] == texts[LOOKUP_TOKENS]
         assert len(rows[LOOKUP_TOKENS]) < len(rows[None])
+
+
+def test_a_batch_of_generate_writes_the_texts_of_each_alone(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts each up to its own end: here the token that the first text writes third."""
+    prompts, generate, texts = [[5, 6, 7, 8], [9], [3, 4]], base.model.generate, list[list[int]]()
+
+    def heard(tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        output: torch.Tensor = generate(tokens, **options)
+        texts.extend(output[:, tokens.shape[1] :].tolist())
+        return output
+
+    monkeypatch.setattr(base.model, "generate", heard)
+    monkeypatch.setattr(type(base), "eos_token_ids", ())
+    alone = transformers_runner(base, Request(), None)
+    for ids in prompts:
+        alone([Task(ids, 8)])
+    assert [len(text) for text in texts] == [8] * 3
+    expected, end = list(texts), texts[0][2]
+    counts = [text.index(end) + 1 if end in text else 8 for text in expected]
+    assert counts[0] < 8
+    texts.clear()
+    monkeypatch.setattr(type(base), "eos_token_ids", (end,))
+    tasks = [Task(ids, most) for ids, most in zip(prompts, (8, 8, 2), strict=True)]
+    tokens, _ = transformers_runner(base, Request(), None)(tasks)
+    for text, longer, count in zip(texts, expected, counts, strict=True):
+        assert text[:count] == longer[:count]
+    assert tokens == counts[0] + counts[1] + min(2, counts[2])
 
 
 def test_lookup_is_refused_what_transformers_is_not_given(base: FrozenBase) -> None:
@@ -174,13 +205,13 @@ def test_the_document_is_complete(folder: Path, capsys: pytest.CaptureFixture[st
     assert names == ["mtp", "plain", "transformers", "lookup"]
     assert report["lookup_tokens"] == LOOKUP_TOKENS
     for side in report["results"]:
-        rates = side["tok_per_s_by_prompt"]
+        rates = side["tok_per_s_by_turn"]
         assert len(rates) == 3
         assert side["tok_per_s_spread"] == {"median": sorted(rates)[1], "min": min(rates), "max": max(rates)}
         assert min(rates) <= side["tok_per_s"] <= max(rates)
     ours = report["results"][0]
     for side in report["results"][1:]:
-        pairs = [a / b for a, b in zip(ours["tok_per_s_by_prompt"], side["tok_per_s_by_prompt"], strict=True)]
+        pairs = [a / b for a, b in zip(ours["tok_per_s_by_turn"], side["tok_per_s_by_turn"], strict=True)]
         assert report["paired_ratios"][side["name"]] == pytest.approx(spread(pairs))
         assert report["ratios"][side["name"]] == pytest.approx(ours["tok_per_s"] / side["tok_per_s"])
     for side in report["results"][:2]:
@@ -194,6 +225,35 @@ def test_the_document_is_complete(folder: Path, capsys: pytest.CaptureFixture[st
     assert told["forward_bandwidth"] == pytest.approx(told["weight_bytes"] / told["forward_seconds"][0])
     assert told["step_over_floor"] == pytest.approx(ours["step_seconds"] / told["memory_floor_seconds"])
     check_model(report)
+
+
+def test_batches_are_measured_as_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = document(folder, capsys, "--against", "plain,transformers")
+    report = document(folder, capsys, "--against", "plain,transformers", "--batch-size", 2)
+    assert (report["batch_size"], report["num_prompts"], report["cost_model"]) == (2, 3, None)
+    assert report["costs"]["step_over_floor"] is None
+    for side, single in zip(report["results"], alone["results"], strict=True):
+        assert len(side["tok_per_s_by_turn"]) == 2
+        assert side["tokens"] == single["tokens"]  # greedily the same texts
+    ours, single = report["results"][0], alone["results"][0]
+    assert ours["accept_len"] == single["accept_len"]
+    assert ours["accept_len_by_category"] == single["accept_len_by_category"]
+    assert run(folder, "--batch-size", 2, "--against", "plain") == 0
+    shown = capsys.readouterr().out
+    assert "3 prompts, 2 at a time" in shown
+    assert "step of mtp (a text's share of a batch's)" in shown
+
+
+def test_what_takes_one_text_at_a_time_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
+        (["--against", "lookup"], "--batch-size is 2, and --against has lookup"),
+        (["--plot", folder / "p.png"], "--plot draws single texts, but --batch-size is 2"),
+        (["--tree", "2,1"], "--batch-size is 2, but --tree is 2,1"),
+    ):
+        assert run(folder, "--batch-size", 2, *flags) == 2
+        assert message in capsys.readouterr().err
+    assert run(folder, "--batch-size", 0) == 2
+    assert "--batch-size is 0; use at least 1." in capsys.readouterr().err
 
 
 def check_model(report: dict[str, Any]) -> None:
@@ -252,7 +312,7 @@ def test_the_table_fits_a_hundred_columns(
         monkeypatch.setenv("COLUMNS", str(columns))
         show_bench(report, to_stderr=False)
         out = capsys.readouterr().out
-        rows = out[: out.index("by prompt: ")].splitlines()
+        rows = out[: out.index("by turn: ")].splitlines()
         assert max(map(len, rows)) <= columns
         assert "…" not in "".join(rows)
     assert "1234.5 (1033.4–1534.5)" in out

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Decoder, Result
-from decode import decoder as decoder_module
+from decode import Decoder, Result, step_costs
 from decode import stage as stage_module
 from decode.drafters import Drafter
 from decode.engine import Engine, Step
@@ -283,8 +282,8 @@ def test_a_step_costs_a_text_its_share_of_the_batchs_forward(decoder: Decoder, m
         asked.append(target)
         return [3.0] * (K + 1), 0.5
 
-    monkeypatch.setattr(decoder_module, "measure_steps", measure)
-    monkeypatch.setattr(decoder_module, "measure_drafts_together", lambda target, texts, drafts: len(texts) / 10)
+    monkeypatch.setattr(step_costs, "measure_steps", measure)
+    monkeypatch.setattr(step_costs, "measure_drafts_together", lambda target, texts, drafts: len(texts) / 10)
     costs = decoder._step_costs(3, None)
     assert costs.verify == (1.0,) * (K + 1)
     assert costs.draft[1] == 0.3

@@ -33,7 +33,8 @@ class LLM:
         print("vLLM says hello")  # on standard output, as vLLM does
         self.wishes = wishes
     def generate(self, prompts, settings, use_tqdm):
-        (prompt,), told = prompts, settings.told
+        return [self.one(prompt, of.told) for prompt, of in zip(prompts, settings, strict=True)]
+    def one(self, prompt, told):
         if told["max_tokens"] == 13:
             raise RuntimeError("13 is too many")
         if told["max_tokens"] == 14:
@@ -41,14 +42,14 @@ class LLM:
         if told["max_tokens"] == 15:
             import time; time.sleep(60)
         ids = [sum(prompt["prompt_token_ids"]) % 7] * told["max_tokens"]
-        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids)])]
+        return types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids)])
 class SamplingParams:
     def __init__(self, **told):
         assert told.pop("detokenize") is False
         self.told = told
 __version__ = "0.32.0"
 """
-WISHES = {"model": "m", "dtype": "float32", "seed": 0, "max_model_len": 64, "threads": 1}
+WISHES = {"model": "m", "dtype": "float32", "seed": 0, "max_model_len": 64, "max_num_seqs": 2, "threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +83,12 @@ def command(python: Path) -> list[str]:
 def test_one_line_each_way(python: Path) -> None:
     with worker(command(python), WISHES) as found:
         assert found.versions == {"vllm": "0.32.0", "torch": "1.0", "transformers": "1.0"}
-        assert found.run([3, 5], {"max_tokens": 4}) == [1, 1, 1, 1]
-        assert found.run([2] * 50_000, {"max_tokens": 1}) == [100_000 % 7]  # longer than a pipe holds
+        assert found.run([[3, 5]], [{"max_tokens": 4}]) == [[1, 1, 1, 1]]
+        assert found.run([[3, 5], [4]], [{"max_tokens": 1}, {"max_tokens": 2}]) == [[1], [4, 4]]
+        assert found.run([[2] * 50_000], [{"max_tokens": 1}]) == [[100_000 % 7]]  # longer than a pipe holds
         with pytest.raises(UserError, match="vLLM cannot do this: 13 is too many. Change the settings"):
-            found.run([1], {"max_tokens": 13})
-        assert found.run([6], {"max_tokens": 2}) == [6, 6]  # it goes on
+            found.run([[1]], [{"max_tokens": 13}])
+        assert found.run([[6]], [{"max_tokens": 2}]) == [[6, 6]]  # it goes on
         assert "vLLM says hello" in found.log.read_text()
     assert found.process.poll() is not None
 
@@ -94,13 +96,13 @@ def test_one_line_each_way(python: Path) -> None:
 def test_a_worker_that_dies_is_silent_or_cannot_start(python: Path) -> None:
     with worker(command(python), WISHES) as found:
         with pytest.raises(UserError, match="vLLM gave no answer in 0 s. It said:\nvLLM says hello"):
-            found.run([1], {"max_tokens": 15}, seconds=0.3)
+            found.run([[1]], [{"max_tokens": 15}], seconds=0.3)
         asked = time.monotonic()
     assert time.monotonic() - asked < 10  # it is not waited for
     with worker(command(python), WISHES) as found:
         for _ in range(2):  # also when it is asked again
             with pytest.raises(UserError, match="vLLM ended before it answered. It said:\nMemoryError: gone"):
-                found.run([1], {"max_tokens": 14})
+                found.run([[1]], [{"max_tokens": 14}])
     with (
         pytest.raises(UserError, match="vLLM cannot do this: no such model. Change"),
         worker(command(python), WISHES | {"model": "missing"}),
@@ -183,9 +185,16 @@ def test_the_engine_it_asks_for(
     base: FrozenBase, monkeypatch: pytest.MonkeyPatch, context: int, longest: int, room: int
 ) -> None:
     monkeypatch.setattr(FrozenBase, "context_length", context)
-    wishes = engine_wishes(base, Request(seed=4), longest)
+    wishes = engine_wishes(base, Request(seed=4), longest, 3)
     assert Path(wishes.pop("model")) == Path(base.name).absolute()
-    assert wishes == {"revision": None, "dtype": "float32", "seed": 4, "max_model_len": room, "threads": 1}
+    assert wishes == {
+        "revision": None,
+        "dtype": "float32",
+        "seed": 4,
+        "max_model_len": room,
+        "max_num_seqs": 3,
+        "threads": 1,
+    }
 
 
 REFUSED: dict[str, tuple[Callable[[FrozenBase], Any], dict[str, Any], str]] = {

@@ -116,12 +116,18 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_heads(
 
 def test_the_clock_stops_between_accumulated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that is up in the middle of a step stops after it, so that nothing accumulated is lost."""
-    changes = {"model__decode__prompts": None, "trainer__accumulate_grad_batches": 3, "trainer__max_time": "01:00:00:00"}
+    changes = {
+        "model__decode__prompts": None,
+        "trainer__accumulate_grad_batches": 3,
+        "trainer__max_time": "01:00:00:00",
+    }
     steps = ["--trainer.max_steps", "5"]
     expected = final_state(train(tmp_path, *steps, **changes))
 
     def up(timer: Timer, trainer: lightning.Trainer, *_: object, **__: object) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.fit_loop.epoch_loop.batch_idx >= 3  # the second step's first
+        trainer.should_stop = (
+            trainer.should_stop or trainer.fit_loop.epoch_loop.batch_idx >= 3
+        )  # the second step's first
 
     with monkeypatch.context() as patched:
         patched.setattr(Timer, "on_train_batch_end", up)
