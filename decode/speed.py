@@ -12,6 +12,7 @@ import torch
 
 from mtp.base import FrozenBase
 from mtp.errors import UserError
+from mtp.fixed_steps import CudaGraphs, FixedSteps, Record
 from mtp.heads import Heads
 from mtp.kernels import NoKernels, load
 from mtp.last_block import Unreadable
@@ -32,9 +33,13 @@ def speed_up(base: FrozenBase, heads: Heads | None, mode: Compile, home: Path, s
     """Give base and heads the kernels of `mtp.kernels`, kept in `home`, and the base a `Stack` for its steps.
 
     With `auto`, what cannot be had is told in a sentence through `say` and left out; with `on` it is a UserError.
-    Nothing happens with `off`, and, with `auto`, for devices and precisions that there is nothing for.
+    On a GPU its steps are CUDA graphs instead. Nothing happens with `off`, and, with `auto`, for devices and precisions
+    that there is nothing for.
     """
     check_compile(mode)
+    if mode != "off" and base.device.type == "cuda":
+        _record_steps(base, mode, say, CudaGraphs())
+        return
     fits = base.device.type == "cpu" and base.dtype == torch.float32
     if mode == "off" or (mode == "auto" and not fits):
         return
@@ -56,6 +61,21 @@ def speed_up(base: FrozenBase, heads: Heads | None, mode: Compile, home: Path, s
     base.steps = stack.forward
     if stack.one_call is not None:
         base.several = stack.several
+
+
+def _record_steps(base: FrozenBase, mode: Compile, say: Callable[[str], None], record: Record) -> None:
+    """Give the base steps that are recorded and replayed, unless they are not its own."""
+    try:
+        if base.quantised or base.sharded:
+            raise Unreadable("its weights are rounded" if base.quantised else "it is spread over several devices")
+        stack = Stack.of(base)
+        steps = FixedSteps(stack, record).forward
+        stack.compare(steps)
+    except (Unreadable, RuntimeError) as fault:  # the latter is what CUDA raises
+        told = next(iter(str(fault).splitlines()), "")
+        _without(mode, f"steps of base {base.name!r} are not recorded as CUDA graphs: {told}", say)
+        return
+    base.steps = steps
 
 
 def _without(mode: Compile, what: str, say: Callable[[str], None]) -> None:

@@ -21,6 +21,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from mtp.errors import UserError
 
 _FIRST_CAPACITY = 128  # positions
+Buffers = tuple[Tensor, Tensor]
+"""Of one layer: keys and values [B, heads, capacity, head size]."""
 
 
 class RollbackLayer(DynamicLayer):  # type: ignore[misc]
@@ -35,7 +37,7 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, **_: Any) -> None:
         super().__init__()
         self.length = 0
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: Buffers | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         start, end = self.length, self.length + key_states.shape[-2]
@@ -65,6 +67,13 @@ class RollbackLayer(DynamicLayer):  # type: ignore[misc]
         self._buffers = (keys, values)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         return self._buffers
+
+    def relocate(self, to: Buffers) -> None:
+        """Hold the same positions in other buffers, which have room for them."""
+        for before, after in zip(self._buffers or (), to, strict=False):
+            after[:, :, : self.length] = before[:, :, : self.length]
+        self._buffers = to
+        self.dtype, self.device, self.is_initialized = to[0].dtype, to[0].device, True
 
     def rollback(self, length: int) -> None:
         """Keep the first `length` positions. Layers that share another layer's keys stay empty, hence the minimum."""
@@ -125,6 +134,16 @@ class BaseCache:
             if layer._buffers is not None:
                 layer.keep(length, torch.tensor(list(positions), dtype=torch.long, device=layer._buffers[0].device))
         self.length = length + len(positions)
+
+    def holds(self, buffers: Sequence[Buffers]) -> bool:
+        """Whether the layers keep their positions in these."""
+        pairs = zip(self.layers, buffers, strict=True)
+        return all(layer._buffers is not None and layer._buffers[0] is keys for layer, (keys, _) in pairs)
+
+    def relocate(self, buffers: Sequence[Buffers]) -> None:
+        """Hold the same positions in other buffers, a pair for each layer."""
+        for layer, to in zip(self.layers, buffers, strict=True):
+            layer.relocate(to)
 
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` [B'] (long), in that order; this copies the cache once."""

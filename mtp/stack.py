@@ -9,14 +9,15 @@ Shapes: R new rows, T_past cached positions, T = T_past + R, D hidden, H query h
 head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtp.base import BaseOutput, FrozenBase
-from mtp.cache import BaseCache, RollbackLayer
+from mtp.base import BaseOutput, FrozenBase, Steps
+from mtp.cache import BaseCache, Buffers, RollbackLayer
 from mtp.errors import UserError
 from mtp.heads.blocks import Block, Turn, add_mlp
 from mtp.kernels import Kernels
@@ -26,6 +27,8 @@ from mtp.one_call import OneCall, Past, Text, fits
 from mtp.tree_mask import TreeMask
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of transformers: those that no length of the text changes
+Keep = Callable[[int, Tensor, Tensor], Buffers]
+"""Takes a block's number and its new keys and values [1, J, R, E]; gives those that its queries look at."""
 _PROBE = 9  # tokens: some that are read first, and some that follow in one forward
 _PROBE_READ = 5
 
@@ -37,6 +40,8 @@ class Stack:
         self.base, self.blocks, self.norm = base, list(blocks), norm
         for module in (*self.blocks, norm):
             use_kernels(module, kernels)
+        shape = self.blocks[0].attention.shape
+        self._groups = shape.num_attention_heads // shape.num_key_value_heads
         able = kernels is not None and all(map(fits, self.blocks))
         self.one_call = OneCall(kernels, self.blocks, base.hidden_size) if kernels is not None and able else None
 
@@ -46,7 +51,7 @@ class Stack:
         """The stack of a base, or `Unreadable`: why there is none that computes what the base does."""
         _check_kind(base)
         stack = cls(base, share_blocks(base), _final_norm(base), kernels)
-        stack._compare()
+        stack.compare(stack.forward)
         return stack
 
     @torch.no_grad()
@@ -61,24 +66,50 @@ class Stack:
         if self.one_call is not None and rows in self.one_call.kernels.rows:
             states = self._at_once(self.one_call, hidden, turn, cache, tree)
         else:
-            states = self._one_by_one(hidden, turn, cache, self._mask(rows, past, tree))
+            states = self._one_by_one(hidden, turn, partial(_update, cache), self._mask(rows, past, tree))
         cache.advance(rows)
-        return self._output(states, feature_layers)
+        states[-1] = self.norm(states[-1])
+        return self.output(states, feature_layers)
 
-    def _output(self, states: list[Tensor], feature_layers: Sequence[int]) -> BaseOutput:
-        """Of what each block reads and the last one writes, the latter normalised, and the layers asked for."""
-        hidden = states[-1] = self.norm(states[-1])
+    def buffers(self, places: int) -> list[Buffers]:
+        """For `fixed`: of each block [1, J, places, E], filled, as even what is masked must be finite."""
+        shape, like = self.blocks[0].attention.shape, self.base.embedding
+        size = 1, shape.num_key_value_heads, places, shape.head_dim
+        return [(like.new_zeros(size), like.new_zeros(size)) for _ in self.blocks]
+
+    def fixed(
+        self, tokens: Tensor, start: Tensor, visible: Tensor, depths: Tensor, buffers: Sequence[Buffers]
+    ) -> Tensor:
+        """What each block reads and the normalised end [L + 1, 1, R, D], of tokens [1, R] behind the first start []
+        places of the buffers, which they follow there. Row r sees those and visible[r] [R, R], at depths[r] [R] behind
+        them. The same work on tensors of the same shapes whatever the numbers, so that it can be recorded."""
+        places = start + torch.arange(tokens.shape[1], device=tokens.device)
+        mask = _fixed_mask(start, visible, buffers[0][0].shape[2], self.base.dtype)
+        mask = mask.repeat_interleave(self._groups, dim=0)
+        turn = self.blocks[0].attention.turn((start + depths)[None], self.base.dtype)
+
+        def keep(layer: int, keys: Tensor, values: Tensor) -> Buffers:
+            for buffer, new in zip(buffers[layer], (keys, values), strict=True):
+                buffer.index_copy_(2, places, new)
+            return buffers[layer]
+
+        states = self._one_by_one(F.embedding(tokens, self.base.embedding), turn, keep, mask)
+        return torch.stack([*states[:-1], self.norm(states[-1])])
+
+    def output(self, states: list[Tensor], feature_layers: Sequence[int]) -> BaseOutput:
+        """Of what each block reads and the normalised end, the latter and the layers asked for."""
+        hidden = states[-1]
         wanted = [states[layer] for layer in feature_layers]
         return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
 
-    def _one_by_one(self, hidden: Tensor, turn: Turn, cache: BaseCache, mask: Tensor | None) -> list[Tensor]:
+    def _one_by_one(self, hidden: Tensor, turn: Turn, keep: Keep, mask: Tensor | None) -> list[Tensor]:
         """What each block reads and the last one writes, each [1, R, D]."""
         states = [hidden]
-        for block, kept in zip(self.blocks, cache.layers, strict=True):
+        for layer, block in enumerate(self.blocks):
             inputs = block.attention_norm(hidden)
             queries = block.attention.queries(inputs, turn)
             keys, values = block.attention.keys_values(inputs, turn)
-            mixed = _attend(queries, *kept.update(keys.transpose(1, 2), values.transpose(1, 2)), mask)
+            mixed = _attend(queries, *keep(layer, keys.transpose(1, 2), values.transpose(1, 2)), mask)
             hidden = add_mlp(hidden, block.attention.output(mixed), block.mlp_norm, block.mlp)
             states.append(hidden)
         return states
@@ -102,29 +133,44 @@ class Stack:
         positions = torch.cat([torch.arange(text.length, text.length + text.rows) for text in past.texts])
         turn = self.blocks[0].attention.turn(positions[None], self.base.dtype)
         states = list(self.one_call.run(F.embedding(tokens, self.base.embedding), turn, past))
-        return self._output(states, feature_layers)
+        states[-1] = self.norm(states[-1])
+        return self.output(states, feature_layers)
 
     def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:
         """What is added to the scores of the G R queries of a key-value head [R * G, T]; None for a single row."""
         if rows == 1:
             return None
-        device, shape = self.base.device, self.blocks[0].attention.shape
+        device = self.base.device
         seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril() if tree is None else tree.visible
         mask = torch.zeros(rows, past + rows, dtype=self.base.dtype, device=device)
         mask[:, past:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
-        return mask.repeat_interleave(shape.num_attention_heads // shape.num_key_value_heads, dim=0)
+        return mask.repeat_interleave(self._groups, dim=0)
 
-    def _compare(self) -> None:
+    def compare(self, forward: Steps) -> None:
         """`Unreadable` unless states after a prompt and with a cache are those of the base."""
         tokens, layers = some_tokens(self.base, _PROBE), tuple(range(self.base.num_layers + 1))
         ours, theirs = self.base.new_cache(), self.base.new_cache()
         tolerance = 1e-4 if self.base.dtype.itemsize >= 4 else 0.05
         for part in (tokens[:, :_PROBE_READ], tokens[:, _PROBE_READ:-1], tokens[:, -1:]):
-            found = self.forward(part, ours, layers).features.chunk(len(layers), -1)
+            found = forward(part, ours, layers, None).features.chunk(len(layers), -1)
             wanted = self.base.forward(part, cache=theirs, feature_layers=layers).features.chunk(len(layers), -1)
             for layer, (one, other) in enumerate(zip(found, wanted, strict=True)):
                 if not bool((one - other).abs().max() <= tolerance * other.abs().max()):
                     raise Unreadable(f"states at layer {layer} come out differently")
+
+
+def _update(cache: BaseCache, layer: int, keys: Tensor, values: Tensor) -> Buffers:
+    kept: Buffers = cache.layers[layer].update(keys, values)
+    return kept
+
+
+def _fixed_mask(start: Tensor, visible: Tensor, places: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores [R, places] of rows that see the first start [] places, and of those behind them
+    visible [R, R]."""
+    behind = torch.arange(places, device=visible.device) - start
+    rows = visible.shape[0]
+    seen = (behind < 0) | (visible[:, behind.clamp(0, rows - 1)] & (behind < rows))
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
