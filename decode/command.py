@@ -31,7 +31,7 @@ def add_models(parser: ArgumentParser, heads_help: str = HEADS) -> None:
         type=str,
         default="auto",
         metavar="M",
-        help="faster steps, by compiled kernels on a CPU, CUDA graphs on a GPU: auto, on or off",
+        help=told,
     )
     told = "int8: round the base's weights, which is then another p (needs torchao)"
     add("--quantise", type=str | None, metavar="Q", help=told)
