@@ -26,13 +26,8 @@ def add_models(parser: ArgumentParser, heads_help: str = HEADS) -> None:
     add("--allow-other-base", action="store_true", help=told)
     add("--device", type=str, default="auto", metavar="D", help="auto, cpu, cuda, cuda:N")
     add("--dtype", type=str, default="auto", metavar="T", help="auto, float32, bfloat16 or float16")
-    add(
-        "--compile",
-        type=str,
-        default="auto",
-        metavar="M",
-        help=told,
-    )
+    told = "faster steps, by compiled kernels on a CPU and CUDA graphs on a GPU: auto, on or off"
+    add("--compile", type=str, default="auto", metavar="M", help=told)
     told = "int8: round the base's weights, which is then another p (needs torchao)"
     add("--quantise", type=str | None, metavar="Q", help=told)
     add("--trust-remote-code", action="store_true", help="run model code that comes with the base")
