@@ -7,6 +7,11 @@
 
 #include <omp.h>
 #include <stdint.h>
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define WIDTH 16
@@ -50,6 +55,23 @@ struct layer {
     float *keys, *values;
 };
 struct shape { long hidden, heads, kv_heads, head, rotated, inner, head_stride, place_stride; float eps; };
+
+/* a b + c, rounded once where the processor can. Said here, as compilers, left to it (-ffp-contract), fuse the same sum
+   for some numbers of rows and not for others: to them a chain of these is slow on some processors. */
+INLINE vec fused(vec a, vec b, vec c)
+{
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vec spread(float one) { return one - (vec){0}; }
 
 INLINE float total(vec sum)
 {
@@ -124,12 +146,12 @@ INLINE void dots(const int n, const int m, const int fetch, const int half, cons
         UNROLL for (int r = 0; r < n; r++) {
             vec one = *(const vec *)(x + r * d + k);
             KEEP(one);
-            UNROLL for (int v = 0; v < m; v++) sum[r][v] += row[v] * one;
+            UNROLL for (int v = 0; v < m; v++) sum[r][v] = fused(row[v], one, sum[r][v]);
         }
     }
     if (k < d) UNROLL for (int v = 0; v < m; v++) {
         vec row = read_some(w, (at + v * apart) * w_stride + k, half, d - k);
-        UNROLL for (int r = 0; r < n; r++) sum[r][v] += row * read_some(x, r * d + k, 0, d - k);
+        UNROLL for (int r = 0; r < n; r++) sum[r][v] = fused(row, read_some(x, r * d + k, 0, d - k), sum[r][v]);
     }
     if (n * m % WIDTH == 0) UNROLL for (int first = 0; first < n * m; first += WIDTH) {
         vec some[WIDTH];
@@ -227,16 +249,16 @@ INLINE vec smaller(vec a, vec b)
 /* e^x to about two units in the last place; 1e-38 below -87, and 1e38 above 88. x = n ln 2 + r, e^r by its series. */
 INLINE vec exponential(vec x)
 {
-    x = smaller(larger(x, (vec){0} - 87.0f), (vec){0} + 88.0f);
+    x = smaller(larger(x, spread(-87.0f)), spread(88.0f));
     vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = r * (1.0f / 5040) + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    vec r = fused(n, spread(2.12194440e-4f), x - n * 0.693359375f);
+    vec p = fused(r, spread(1.0f / 5040), spread(1.0f / 720));
+    p = fused(p, r, spread(1.0f / 120));
+    p = fused(p, r, spread(1.0f / 24));
+    p = fused(p, r, spread(1.0f / 6));
+    p = fused(p, r, spread(0.5f));
+    p = fused(p, r, spread(1.0f));
+    p = fused(p, r, spread(1.0f));
     return p * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
@@ -258,11 +280,12 @@ INLINE vec products(const float *query, const float *keys, long stride, long siz
     UNROLL for (int t = 0; t < WIDTH; t++) sum[t] = (vec){0};
     for (; e + WIDTH <= size; e += WIDTH) {
         vec one = *(const vec *)(query + e);
-        UNROLL for (int t = 0; t < WIDTH; t++) sum[t] += one * *(const vec *)(keys + t * stride + e);
+        UNROLL for (int t = 0; t < WIDTH; t++) sum[t] = fused(one, *(const vec *)(keys + t * stride + e), sum[t]);
     }
     if (e < size) {
         vec one = read_some(query, e, 0, size - e);
-        UNROLL for (int t = 0; t < WIDTH; t++) sum[t] += one * read_some(keys, t * stride + e, 0, size - e);
+        UNROLL for (int t = 0; t < WIDTH; t++)
+            sum[t] = fused(one, read_some(keys, t * stride + e, 0, size - e), sum[t]);
     }
     return totals(sum);
 }
@@ -300,7 +323,7 @@ static void score_keys(const float *query, const float *keys, long before, long 
 static void weigh(float *score, long places, float scale, float *found)
 {
     for (long t = places; t < CHUNK; t++) score[t] = -__builtin_inff();
-    vec top = (vec){0} - __builtin_inff();
+    vec top = spread(-__builtin_inff());
     for (long t = 0; t < CHUNK; t += WIDTH) {
         vec one = *(vec *)(score + t) * scale;
         *(vec *)(score + t) = one;
@@ -335,7 +358,7 @@ INLINE void mix(const int n, const float *scores, const float *values, long plac
                 KEEP(value[i]);
             }
             UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < 4; i++)
-                mixed[r][i] += scores[r * ROW + t] * value[i];
+                mixed[r][i] = fused(spread(scores[r * ROW + t]), value[i], mixed[r][i]);
         }
         UNROLL for (int r = 0; r < n; r++) UNROLL for (int i = 0; i < 4; i++)
             *(vec *)(found + r * apart + e + i * WIDTH) = mixed[r][i];
@@ -345,8 +368,9 @@ INLINE void mix(const int n, const float *scores, const float *values, long plac
         UNROLL for (int r = 0; r < n; r++) {
             vec mixed = {0};
             for (long t = 0; t < places; t++)
-                mixed += scores[r * ROW + t] * (count == WIDTH ? *(const vec *)(values + t * stride + e)
-                                                                  : read_some(values, t * stride + e, 0, count));
+                mixed = fused(spread(scores[r * ROW + t]), count == WIDTH ? *(const vec *)(values + t * stride + e)
+                                                                       : read_some(values, t * stride + e, 0, count),
+                              mixed);
             __builtin_memcpy(found + r * apart + e, &mixed, 4 * count);
         }
     }
@@ -415,7 +439,7 @@ static void combine(const float *partial, long chunks, long size, float *out)
     for (long c = 0; c < chunks; c++) {
         const float *one = partial + c * (2 + size);
         if (!(one[1] > 0)) continue;
-        float weight = exponential((vec){0} + (one[0] - most))[0];
+        float weight = exponential(spread(one[0] - most))[0];
         sum += weight * one[1];
         for (long e = 0; e < size; e++) out[e] += weight * one[2 + e];
     }

@@ -11,8 +11,11 @@ from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.kernels import MOST_ROWS, Kernels, build
 
-# Vectors of sixteen, eight and four numbers, as far as this machine has them.
-PROCESSORS = ["native", "x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
+# Vectors of sixteen, eight and four numbers, as far as this machine has them, and code as for processors on which
+# compilers avoid chains of fused sums.
+PROCESSORS = (
+    ["native", "x86-64-v3", "x86-64-v3 -mtune=znver3", "x86-64"] if platform.machine() == "x86_64" else ["native"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +44,6 @@ def any_kernels(request: pytest.FixtureRequest, kernels: Kernels, tmp_path_facto
     if request.param == "native":
         return kernels
     with pytest.MonkeyPatch.context() as patch:
-        flags = [flag.replace("native", request.param) for flag in kernels_module._FLAGS]
+        flags = [part for flag in kernels_module._FLAGS for part in flag.replace("native", request.param).split()]
         patch.setattr(kernels_module, "_FLAGS", flags)
         return Kernels(build(tmp_path_factory.mktemp("kernels")), kernels.rows)
