@@ -77,6 +77,12 @@ def test_there_are_configs() -> None:
     assert {"medusa", "hydra", "sequential", "parallel", "recurrent"} <= {path.stem for path in CONFIGS}
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_files_that_a_config_names_are_here(path: Path) -> None:
+    named = re.findall(r"\bconfigs/[\w./-]+\w", path.read_text())
+    assert all(Path(name).exists() for name in named), named
+
+
 def test_the_compared_configs_are_alike(tmp_path: Path) -> None:
     plans = read_plans(Path("configs/compare"), tmp_path / "out")
     assert {plan.name: plan.keys["model.heads.kind"] for plan in plans} == {plan.name: plan.name for plan in plans}
@@ -170,15 +176,9 @@ def test_config_of_a_hub_base_fits_it(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_runs_two_steps(path: Path, tmp_path: Path, smollm2: FrozenBase) -> None:
     arguments = ["--config", str(path), "--run.dir", str(tmp_path), "--run.wandb_project", "null"]
-    arguments += ["--data.train", "configs/data/demo_answers.jsonl", "--data.limit", "16", "--data.val_size", "2"]
-    arguments += [
-        "--data.batch_size",
-        "2",
-        "--data.max_length",
-        "64",
-        "--model.features.dir",
-        str(tmp_path / "features"),
-    ]
+    arguments += ["--data.train", "configs/data/demo_answers.jsonl", "--data.limit", "8", "--data.val_size", "2"]
+    arguments += ["--data.val", "null", "--data.batch_size", "2", "--data.max_length", "48"]
+    arguments += ["--model.features.dir", str(tmp_path / "features"), "--model.start_positions", "100"]
     arguments += ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     arguments += ["--trainer.accumulate_grad_batches", "1", "--trainer.limit_val_batches", "1"]
     arguments += ["--model.decode.limit", "1", "--model.decode.max_new_tokens", "4"]

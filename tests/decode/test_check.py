@@ -361,6 +361,7 @@ def started_heads(base: FrozenBase, texts: int = 4) -> Heads:
     return heads
 
 
+@pytest.mark.slow  # the README's own check runs on it
 def test_the_embedded_base(smollm2: FrozenBase) -> None:
     """All but the control of the law, for which 300 texts may be too few; what is drafted is sometimes right."""
     settings = CheckSettings(prompts=["Why is the sky blue?"], samples=300, max_new_tokens=5)

@@ -224,7 +224,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hastily")
 @pytest.mark.parametrize(
     ("good", "bad"),
-    [("fused(row[v], one, sum", "fused(row[v], row[v], sum"), ("void product(", "void other("), ("x + r * d + k", "x + k")],
+    [
+        ("fused(row[v], one, sum", "fused(row[v], row[v], sum"),
+        ("void product(", "void other("),
+        ("x + r * d + k", "x + k"),
+    ],
 )
 def test_a_library_that_computes_something_else_is_refused(
     good: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
