@@ -7,14 +7,18 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from decode.evidence import Finding
 from decode.stats import DecodeStats
+
+_ANY = 1000  # columns: more than any table takes
 
 
 class Screen(Console):
@@ -65,6 +69,16 @@ def _how(stats: DecodeStats) -> str:
 
 def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     """The table of `bench` with the settings that belong to the numbers, and under it what a step is made of."""
+    screen = Screen(stderr=to_stderr)
+    tables = [_bench_table(report, spreads) for spreads in (True, False)]
+    widths = [Measurement.get(screen, screen.options.update(max_width=_ANY), table).maximum for table in tables]
+    screen.print(tables[0] if widths[0] <= screen.width else tables[1])
+    for line in _bench_notes(report):
+        screen.print(line, soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
+
+
+def _bench_table(report: dict[str, Any], spreads: bool) -> Table:
+    """With or without what needs room: the medians and ranges over the turns."""
     lengths = f"K {'up to' if report['draft_length_auto'] else '='} {report['draft_length']}"
     lookup = f"lookup {report['lookup']}, " if report["lookup"] else ""
     title = (
@@ -73,19 +87,18 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for column in ("tokens/s", "by turn", "acceptance\nlength", "tokens", "mtp /\nthis", "by turn"):
-        table.add_column(column, justify="right", overflow="fold")
+    shown = [True, spreads, True, True, True, spreads]
+    for column in compress(("tokens/s", "by turn", "acceptance\nlength", "tokens", "mtp /\nthis", "by turn"), shown):
+        table.add_column(column, justify="right", no_wrap=True)
     for side in report["results"]:
         name, ratio, paired = side["name"], "", ""
         length = f"{side['accept_len']:.2f}" if "accept_len" in side else "-"
         if name in report["ratios"]:
             ratio, paired = f"{report['ratios'][name]:.2f}×", _spread(report["paired_ratios"][name], ".2f", "×")
         rates = _spread(side["tok_per_s_spread"], ".1f")
-        table.add_row(name, f"{side['tok_per_s']:.1f}", rates, length, str(side["tokens"]), ratio, paired)
-    screen = Screen(stderr=to_stderr)
-    screen.print(table)
-    for line in _bench_notes(report):
-        screen.print(line, soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
+        row = f"{side['tok_per_s']:.1f}", rates, length, str(side["tokens"]), ratio, paired
+        table.add_row(name, *compress(row, shown))
+    return table
 
 
 def _turns(report: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from decode.failures import counted
 from mtp.base import FrozenBase
 from mtp.formats.catalogue import FORMATS
 from mtp.heads import Heads
@@ -63,7 +64,7 @@ def time_in_words(pace: Pace, steps: float, validations: float, limit: float | N
     if limit is not None and limit < left:
         lines.append(f"          trainer.max_time ends it before {steps:,.0f} more steps")
     if validations >= 1 and pace.per_validation is None:
-        lines.append(f"          and {validations:.0f} validations, not yet measured")
+        lines.append(f"          and {counted(round(validations), 'validation')}, not yet measured")
     return "\n".join(lines)
 
 

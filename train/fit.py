@@ -76,6 +76,7 @@ class TrainCLI(LightningCLI):
         if options.verbosity == "verbose":
             quiet_lightning(logging.INFO)
         self.console = Console(quiet=not first_process() or options.verbosity == "quiet")
+        self.console.soft_wrap = not self.console.is_terminal  # a line stays one where programs read it
         self.folder = run_folder(options, self.config["ckpt_path"])
         self.export, self.tally = ExportHeads(self.folder / "heads"), Tally()
         self.page = RunPage(self.folder, self.export, lambda text: warn(self.console, text))

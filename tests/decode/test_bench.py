@@ -308,14 +308,15 @@ def test_the_table_fits_a_hundred_columns(
     report = document(folder, capsys, "--against", "plain,transformers,lookup")
     for side in report["results"]:  # as on a fast machine
         side["tok_per_s"], side["tok_per_s_spread"] = 1234.5, {"median": 1234.5, "min": 1033.4, "max": 1534.5}
-    for columns in (80, 100):
+    for columns in (60, 80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         show_bench(report, to_stderr=False)
         out = capsys.readouterr().out
         rows = out[: out.index("by turn: ")].splitlines()
         assert max(map(len, rows)) <= columns
         assert "…" not in "".join(rows)
-    assert "1234.5 (1033.4–1534.5)" in out
+        assert ("1234.5 (1033.4–1534.5)" in out) == (columns > 80)
+        assert re.search(r"^ transformers +1234\.5 ", out, re.MULTILINE)
     ours = report["results"][0]
     assert f"the rest {ours['overhead_share']:.1%}: drafting" in out
     assert "forward over 1…8 rows behind 200 tokens" in out
