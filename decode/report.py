@@ -72,20 +72,24 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     screen = Screen(stderr=to_stderr)
     tables = [_bench_table(report, spreads) for spreads in (True, False)]
     widths = [Measurement.get(screen, screen.options.update(max_width=_ANY), table).maximum for table in tables]
+    screen.print(_bench_title(report), soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
     screen.print(tables[0] if widths[0] <= screen.width else tables[1])
     for line in _bench_notes(report):
-        screen.print(line, soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
+        screen.print(line, soft_wrap=not screen.is_terminal)
+
+
+def _bench_title(report: dict[str, Any]) -> str:
+    lengths = f"K {'up to' if report['draft_length_auto'] else '='} {report['draft_length']}"
+    lookup = f"lookup {report['lookup']}, " if report["lookup"] else ""
+    return (
+        f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, {lengths}, "
+        f"{lookup}{report['verify']}, temperature {report['temperature']:g}, {_turns(report)}"
+    )
 
 
 def _bench_table(report: dict[str, Any], spreads: bool) -> Table:
     """With or without what needs room: the medians and ranges over the turns."""
-    lengths = f"K {'up to' if report['draft_length_auto'] else '='} {report['draft_length']}"
-    lookup = f"lookup {report['lookup']}, " if report["lookup"] else ""
-    title = (
-        f"{report['base']}, {report['hardware']}, {report['threads']} threads, {report['dtype']}, {lengths}, "
-        f"{lookup}{report['verify']}, temperature {report['temperature']:g}, {_turns(report)}"
-    )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", no_wrap=True)
     shown = [True, spreads, True, True, True, spreads]
     for column in compress(("tokens/s", "by turn", "acceptance\nlength", "tokens", "mtp /\nthis", "by turn"), shown):
