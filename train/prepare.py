@@ -3,11 +3,13 @@
 Knows: the order of these steps and what to say of each. Refuses to know: command lines, and how any step works.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -44,6 +46,9 @@ def prepare(
     model.build(data)
     model.on_start = starting_bar(console)
     introduce(model, data, folder, base, console)
+    emulated = half_precision_warning(base, str(trainer.precision))
+    if emulated:
+        warn(console, emulated)
     model.memory_told = check_size(model, data, base, processes)
     if processes.rank == 0 or base.sharded:  # which is run by all or none
         test_itself(model, data, base, console)
@@ -123,6 +128,19 @@ def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: Froz
         warn(console, f"warning: {warning}")
     say("first example, supervised tokens between ⟦ and ⟧:", highlight=False)
     say(data.preview()[0], highlight=False, markup=False)
+
+
+def half_precision_warning(base: FrozenBase, precision: str) -> str | None:
+    """Of a CPU that has no instructions for it, as far as this torch tells what there is."""
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    half = precision.startswith(("bf16", "16")) or base.dtype.itemsize < 4
+    able = found.get("avx512_bf16") or found.get("amx_bf16") or found.get("architecture") != "x86_64"
+    if base.device.type != "cpu" or not half or able:
+        return None
+    return (
+        f"warning: trainer.precision is {precision} and the base in {str(base.dtype).removeprefix('torch.')}, but this "
+        "CPU has no products in half precision: they are emulated, several times slower than trainer.precision 32-true."
+    )
 
 
 def check_size(model: HeadsModule, data: ChatDataModule, base: FrozenBase, processes: Processes) -> str:

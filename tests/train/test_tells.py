@@ -19,6 +19,7 @@ from mtp.base import FrozenBase
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.hub import load_heads
+from tests.tiny import tiny_base
 from tests.train.runs import job, read_metrics
 from train import disk as disk_module
 from train.briefing import acceptance_table, steps_in_words, time_in_words
@@ -29,6 +30,7 @@ from train.help import short_help
 from train.interrupt import Interrupted, command_line, resuming
 from train.module import HeadsModule
 from train.pace import SETTLE, SURE, Pace, in_words
+from train.prepare import half_precision_warning
 
 STEPS = 12
 
@@ -309,3 +311,33 @@ def test_signs_that_a_terminal_lacks_are_spelt(monkeypatch: pytest.MonkeyPatch) 
     assert stop.value.code == 0
     print("α ⟦é⟧ ×", end="")
     assert raw.getvalue().decode("latin-1").endswith("alpha [[é]] ×")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "cpu", "warned"),
+    [
+        ("bf16-mixed", torch.float32, {"architecture": "x86_64", "avx512_bf16": False}, True),
+        ("32-true", torch.bfloat16, {"architecture": "x86_64"}, True),
+        ("32-true", torch.float32, {"architecture": "x86_64"}, False),
+        ("bf16-mixed", torch.float32, {"architecture": "x86_64", "avx512_bf16": True}, False),
+        ("bf16-mixed", torch.float32, {"architecture": "x86_64", "amx_bf16": True}, False),
+        ("bf16-mixed", torch.float32, {"architecture": "aarch64"}, False),
+        ("bf16-mixed", torch.float32, {}, False),
+    ],
+)
+def test_emulated_half_precision_is_told(
+    precision: str,
+    dtype: torch.dtype,
+    cpu: dict[str, Any],
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)
+    base = tiny_base("llama", tmp_path)
+    base.model.to(dtype)
+    warning = half_precision_warning(base, precision)
+    assert (warning is not None) == warned
+    if warning is not None:
+        assert f"trainer.precision is {precision}" in warning
+        assert "trainer.precision 32-true" in warning
