@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo   train heads on SmolLM2-135M, decode with them, compare with transformers (4 minutes)"
-	@echo "make test   run the tests (12 minutes)"
+	@echo "make test   run the tests (12 to 20 minutes on two cores)"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove the virtual environment"
 

@@ -176,8 +176,8 @@ def test_config_of_a_hub_base_fits_it(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_runs_two_steps(path: Path, tmp_path: Path, smollm2: FrozenBase) -> None:
     arguments = ["--config", str(path), "--run.dir", str(tmp_path), "--run.wandb_project", "null"]
-    arguments += ["--data.train", "configs/data/demo_answers.jsonl", "--data.limit", "8", "--data.val_size", "2"]
-    arguments += ["--data.val", "null", "--data.batch_size", "2", "--data.max_length", "48"]
+    arguments += ["--data.train", "configs/data/demo_answers.jsonl", "--data.limit", "6", "--data.val_size", "2"]
+    arguments += ["--data.val", "null", "--data.batch_size", "2", "--data.max_length", "32"]
     arguments += ["--model.features.dir", str(tmp_path / "features"), "--model.start_positions", "100"]
     arguments += ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     arguments += ["--trainer.accumulate_grad_batches", "1", "--trainer.limit_val_batches", "1"]

@@ -56,7 +56,7 @@ def shortened(command: list[str]) -> list[str]:
     if arguments[0] in ("export", "import", "push", "report", "dashboard"):
         return arguments
     if arguments[0] == "check":
-        return [*arguments, "--samples", "300", "--max-new-tokens", "6"]
+        return [*arguments, "--samples", "300", "--max-new-tokens", "3"]
     if program == "mtp-decode":
         limit = ["--limit", "1" if arguments[0] == "bench" else "2"] if "--prompts" in arguments else []
         behind = ["--context", "400"] if "--context" in arguments else []

@@ -182,7 +182,7 @@ def token_residual(draft_tokens: Tensor, q: Tensor, p: Tensor, random: RandomSou
         ("block", last_ratio, {WALK_BLOCK, BLOCK}, set()),
         ("block", token_residual, {WALK_BLOCK}, {BLOCK}),
         # Its bias may be too small for 500 texts; that its draws depend on K is seen in the first text.
-        ("match", redraw, {WALK_MATCH, SAME}, {MATCH}),
+        pytest.param("match", redraw, {WALK_MATCH, SAME}, {MATCH}, marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_rule(
@@ -256,10 +256,10 @@ def seedless(seed: int, device: torch.device) -> KeyedSource:
 @pytest.mark.parametrize(
     ("place", "name", "wrong", "found", "allowed"),
     [
-        (decode.laws, "to_probs", second_best, {GREEDY}, {LAW_CONTROL}),
+        pytest.param(decode.laws, "to_probs", second_best, {GREEDY}, {LAW_CONTROL}, marks=pytest.mark.slow),
         (verify, "RULES", {**verify.RULES, "greedy": keep_all}, {GREEDY}, {LAW_CONTROL}),
         (BaseTarget, "rollback", forgetful, {GREEDY}, {*NAMES} - {GREEDY_CONTROL, OTHER, DRAFTS}),
-        (KeyedSource, "seek", lambda *_: None, {SAME}, {LAW_CONTROL}),
+        pytest.param(KeyedSource, "seek", lambda *_: None, {SAME}, {LAW_CONTROL}, marks=pytest.mark.slow),
         (decode.decoder, "KeyedSource", seedless, {OTHER}, {LAW_CONTROL}),
     ],
     ids=["second-best", "greedy rule", "rollback", "seek", "seedless"],
