@@ -72,7 +72,9 @@ def show_bench(report: dict[str, Any], to_stderr: bool) -> None:
     screen = Screen(stderr=to_stderr)
     tables = [_bench_table(report, spreads) for spreads in (True, False)]
     widths = [Measurement.get(screen, screen.options.update(max_width=_ANY), table).maximum for table in tables]
-    screen.print(_bench_title(report), soft_wrap=not screen.is_terminal)  # a line stays one where programs read it
+    if not screen.is_terminal:  # a line stays one where programs read it
+        screen.width = max(screen.width, widths[0])
+    screen.print(_bench_title(report), soft_wrap=not screen.is_terminal)
     screen.print(tables[0] if widths[0] <= screen.width else tables[1])
     for line in _bench_notes(report):
         screen.print(line, soft_wrap=not screen.is_terminal)

@@ -15,7 +15,7 @@ from decode.bench_picture import draw
 from decode.chain import Chain, draft_chain
 from decode.cli import main
 from decode.decoder import Decoder
-from decode.report import show_bench
+from decode.report import Screen, show_bench
 from decode.request import Request
 from decode.rivals import LOOKUP_TOKENS, transformers_runner
 from decode.sides import Runner, Side, Spent, Task, in_turns, paired, spread, take_turns
@@ -308,6 +308,10 @@ def test_the_table_fits_a_hundred_columns(
     report = document(folder, capsys, "--against", "plain,transformers,lookup")
     for side in report["results"]:  # as on a fast machine
         side["tok_per_s"], side["tok_per_s_spread"] = 1234.5, {"median": 1234.5, "min": 1033.4, "max": 1534.5}
+    monkeypatch.setenv("COLUMNS", "60")
+    show_bench(report, to_stderr=False)
+    assert "1234.5 (1033.4–1534.5)" in capsys.readouterr().out  # in a file there is room
+    monkeypatch.setattr(Screen, "is_terminal", True)
     for columns in (60, 80, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         show_bench(report, to_stderr=False)
