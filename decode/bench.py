@@ -19,6 +19,7 @@ import transformers
 
 from decode.costs import CONTEXT, LEAST_ROWS, Costs, measure_steps, read_bandwidth, weight_bytes
 from decode.decoder import Decoder
+from decode.many import check_batch_size
 from decode.request import Request
 from decode.rivals import LOOKUP_TOKENS, transformers_runner
 from decode.sides import Runner, Side, Spent, Task, in_turns, paired, spread, take_turns
@@ -139,8 +140,7 @@ def check_rivals(against: Sequence[str]) -> None:
 
 def check_together(against: Sequence[str], batch_size: int) -> None:
     """UserError for a side that cannot decode so many prompts at a time; of ours the decoder knows."""
-    if batch_size < 1:
-        raise UserError(f"--batch-size is {batch_size}; use at least 1.")
+    check_batch_size(batch_size)
     if batch_size > 1 and "lookup" in against:
         told = "prompt lookup in transformers takes one text at a time"
         raise UserError(f"--batch-size is {batch_size}, and --against has lookup, but {told}; leave one of them out.")

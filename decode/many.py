@@ -22,13 +22,18 @@ Done = tuple[int, Result | UserError]
 """The number of a prompt, and what became of it."""
 
 
+def check_batch_size(batch_size: int) -> None:
+    """UserError for a batch without texts."""
+    if batch_size < 1:
+        raise UserError(f"--batch-size is {batch_size}; use at least 1.")
+
+
 def check_batch(
     base: FrozenBase, requests: Sequence[Request], batch_size: int, find_fault: Callable[[], str | None]
 ) -> None:
     """UserError on what cannot be done with so many texts at a time. `find_fault`: that of the base
     (`decode.together.batch_fault`), which takes a moment to find."""
-    if batch_size < 1:
-        raise UserError(f"--batch-size is {batch_size}; use at least 1.")
+    check_batch_size(batch_size)
     if batch_size == 1:
         return
     several = f"--batch-size is {batch_size}, but"

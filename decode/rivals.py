@@ -8,7 +8,7 @@ they first occurred in the text. It decodes one text at a time. With sampling it
 keeps drafts that equal it, so texts have the law of plain decoding, but not its very draws: lengths may differ.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,21 +31,29 @@ def transformers_runner(base: FrozenBase, request: Request, lookup: int | None =
     UserError for a setting that it has no word for.
     """
     choices = _generation_choices(request) | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
-    eos = list(base.eos_token_ids)
 
     def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
-        tokens, mask = _padded([task.ids for task in tasks], base.device)
         most = max(task.max_new_tokens for task in tasks)
-        config = GenerationConfig(
-            max_new_tokens=most, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, **choices
-        )
-        with _generation_config(base, config), torch.random.fork_rng():
-            torch.manual_seed(request.seed or 0)
-            output = base.model.generate(tokens, attention_mask=mask)
-        new: list[list[int]] = output[:, tokens.shape[1] :].tolist()
-        return sum(_count(ids, eos, task.max_new_tokens) for ids, task in zip(new, tasks, strict=True)), ()
+        found = generate_batch(base, [task.ids for task in tasks], most, choices, request.seed or 0)
+        return sum(min(len(ids), task.max_new_tokens) for ids, task in zip(found, tasks, strict=True)), ()
 
     return run
+
+
+def generate_batch(
+    base: FrozenBase, prompts: Sequence[list[int]], max_new_tokens: int, choices: Mapping[str, Any], seed: int
+) -> list[list[int]]:
+    """New ids of each text by one call of `generate()`, with the end-of-sequence token if it came. `choices`: fields of
+    a GenerationConfig."""
+    ends, (tokens, mask) = list(base.eos_token_ids), _padded(prompts, base.device)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, **choices
+    )
+    devices = [base.device] if base.device.type == "cuda" else []
+    with _generation_config(base, config), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        output = base.model.generate(tokens, attention_mask=mask)
+    return [_until_end(ids, ends) for ids in output[:, tokens.shape[1] :].tolist()]
 
 
 def _padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,10 +65,10 @@ def _padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[torch.T
     return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 
 
-def _count(new: list[int], eos: Sequence[int], most: int) -> int:
-    """Tokens of a text up to its end; what follows in a batch is padding."""
-    ends = [place for place, token in enumerate(new[:most], start=1) if token in eos]
-    return ends[0] if ends else min(len(new), most)
+def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """What follows the end in a batch is padding."""
+    place = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: place + 1]
 
 
 # Settings of a request and their names in GenerationConfig; there None is off.

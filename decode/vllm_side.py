@@ -114,7 +114,7 @@ def worker(command: Sequence[str], wishes: dict[str, Any], seconds: float = STAR
 
 @contextmanager
 def vllm_runner(
-    python: Path, base: FrozenBase, request: Request, longest: int, batch_size: int = 1
+    python: Path, base: FrozenBase, request: Request, longest: int, batch_size: int
 ) -> Iterator[tuple[Runner, dict[str, str]]]:
     """Plain decoding in vLLM, as many threads as ours, for texts of up to `longest` tokens, `batch_size` at a time; and
     its versions."""
@@ -130,7 +130,7 @@ def vllm_runner(
         yield run, found.versions
 
 
-def engine_wishes(base: FrozenBase, request: Request, longest: int, batch_size: int = 1) -> dict[str, Any]:
+def engine_wishes(base: FrozenBase, request: Request, longest: int, batch_size: int) -> dict[str, Any]:
     """What the worker is to make of the base."""
     model = base.model.name_or_path
     return {

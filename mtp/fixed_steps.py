@@ -29,8 +29,10 @@ _LEAST_PLACES = 1024
 
 @dataclass(frozen=True)
 class Step:
-    """A recorded step of R rows, and the tensors it reads: tokens [1, R], start [], visible [R, R], depths [R]."""
+    """A recorded step of R rows, and the tensors it reads: tokens [1, R], start [], visible [R, R], depths [R].
+    `chain`: what the latter two are without branches."""
 
+    chain: TreeMask
     tokens: Tensor
     start: Tensor
     visible: Tensor
@@ -60,12 +62,12 @@ class FixedSteps:
         step = self._steps[rows]
         step.tokens.copy_(tokens)
         step.start.fill_(past)
-        chain = _chain(rows, tokens.device) if tree is None else tree
-        step.visible.copy_(chain.visible)
-        step.depths.copy_(chain.depths)
+        tree = step.chain if tree is None else tree
+        step.visible.copy_(tree.visible)
+        step.depths.copy_(tree.depths)
         states = step.replay()
-        for layer in cache.layers:
-            layer.length += rows
+        for layer, (keys, _) in zip(cache.layers, self._buffers, strict=True):
+            layer.extend(rows, keys)
         cache.advance(rows)
         return self._stack.output(list(states.clone()), feature_layers)  # the next replay writes over them
 
@@ -91,8 +93,8 @@ class FixedSteps:
         device = self._stack.base.device
         chain = _chain(rows, device)
         tokens, start = torch.zeros(1, rows, dtype=torch.long, device=device), torch.tensor(past, device=device)
-        reads = tokens, start, chain.visible, chain.depths
-        return Step(*reads, self._record(partial(self._stack.fixed, *reads, self._buffers)))
+        reads = tokens, start, chain.visible.clone(), chain.depths.clone()
+        return Step(chain, *reads, self._record(partial(self._stack.fixed, *reads, self._buffers)))
 
 
 def _chain(rows: int, device: torch.device) -> TreeMask:

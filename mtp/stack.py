@@ -68,7 +68,6 @@ class Stack:
         else:
             states = self._one_by_one(hidden, turn, partial(_update, cache), self._mask(rows, past, tree))
         cache.advance(rows)
-        states[-1] = self.norm(states[-1])
         return self.output(states, feature_layers)
 
     def buffers(self, places: int) -> list[Buffers]:
@@ -80,7 +79,7 @@ class Stack:
     def fixed(
         self, tokens: Tensor, start: Tensor, visible: Tensor, depths: Tensor, buffers: Sequence[Buffers]
     ) -> Tensor:
-        """What each block reads and the normalised end [L + 1, 1, R, D], of tokens [1, R] behind the first start []
+        """What each block reads and the last one writes [L + 1, 1, R, D], of tokens [1, R] behind the first start []
         places of the buffers, which they follow there. Row r sees those and visible[r] [R, R], at depths[r] [R] behind
         them. The same work on tensors of the same shapes whatever the numbers, so that it can be recorded."""
         places = start + torch.arange(tokens.shape[1], device=tokens.device)
@@ -93,12 +92,11 @@ class Stack:
                 buffer.index_copy_(2, places, new)
             return buffers[layer]
 
-        states = self._one_by_one(F.embedding(tokens, self.base.embedding), turn, keep, mask)
-        return torch.stack([*states[:-1], self.norm(states[-1])])
+        return torch.stack(self._one_by_one(F.embedding(tokens, self.base.embedding), turn, keep, mask))
 
     def output(self, states: list[Tensor], feature_layers: Sequence[int]) -> BaseOutput:
-        """Of what each block reads and the normalised end, the latter and the layers asked for."""
-        hidden = states[-1]
+        """Of what each block reads and the last one writes, the latter normalised, and the layers asked for."""
+        hidden = states[-1] = self.norm(states[-1])
         wanted = [states[layer] for layer in feature_layers]
         return BaseOutput(hidden=hidden, features=torch.cat(wanted, dim=-1) if wanted else hidden[..., :0])
 
@@ -133,7 +131,6 @@ class Stack:
         positions = torch.cat([torch.arange(text.length, text.length + text.rows) for text in past.texts])
         turn = self.blocks[0].attention.turn(positions[None], self.base.dtype)
         states = list(self.one_call.run(F.embedding(tokens, self.base.embedding), turn, past))
-        states[-1] = self.norm(states[-1])
         return self.output(states, feature_layers)
 
     def _mask(self, rows: int, past: int, tree: TreeMask | None) -> Tensor | None:

@@ -3,20 +3,15 @@
 Knows: how to run both fairly: the same prompts, limit, temperature and truncations (none), taking turns; only tokens up
 to the end of an answer count, and everything from ids to ids is timed.
 Refuses to know: where prompts come from, and how a result is shown.
-Shapes: B batch, T tokens of the longest prompt in a batch.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
-
-import torch
-from transformers import GenerationConfig
 
 from decode.batch import Task, decode_many
+from decode.rivals import generate_batch
 from mtp.base import FrozenBase
 
 GENERATE_BATCH = 32
@@ -74,47 +69,11 @@ def compare(
 
 def generate_all(base: FrozenBase, tasks: Sequence[Task], max_new_tokens: int, seed: int) -> list[list[int]]:
     """The ids of each answer by `generate()`, in left-padded batches, with the end-of-sequence token if it came."""
+    temperature = tasks[0].temperature
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    choices = drawn if temperature > 0 else {"do_sample": False}
     answers: list[list[int]] = []
     for start in range(0, len(tasks), GENERATE_BATCH):
-        answers += _generate(base, tasks[start : start + GENERATE_BATCH], max_new_tokens, seed + start)
+        prompts = [task.ids for task in tasks[start : start + GENERATE_BATCH]]
+        answers += generate_batch(base, prompts, max_new_tokens, choices, seed + start)
     return answers
-
-
-def _generate(base: FrozenBase, tasks: Sequence[Task], max_new_tokens: int, seed: int) -> list[list[int]]:
-    pad_id = base.tokenizer.pad_token_id
-    pad_id = (*base.eos_token_ids, 0)[0] if pad_id is None else pad_id
-    tokens_BT = torch.full((len(tasks), max(len(task.ids) for task in tasks)), pad_id, dtype=torch.long)
-    mask_BT = torch.zeros_like(tokens_BT)
-    for i, task in enumerate(tasks):
-        tokens_BT[i, -len(task.ids) :] = torch.tensor(task.ids)
-        mask_BT[i, -len(task.ids) :] = 1
-    drawn = {"do_sample": True, "temperature": tasks[0].temperature, "top_k": 0, "top_p": 1.0}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(base.eos_token_ids) or None,
-        pad_token_id=pad_id,
-        **(drawn if tasks[0].temperature > 0 else {"do_sample": False}),
-    )
-    devices = [base.device] if base.device.type == "cuda" else []
-    with _without_generation_defaults(base.model), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        out = base.model.generate(
-            tokens_BT.to(base.device), attention_mask=mask_BT.to(base.device), generation_config=config
-        )
-    rows: list[list[int]] = out[:, tokens_BT.shape[1] :].tolist()
-    return [_until_end(row, base.eos_token_ids) for row in rows]
-
-
-def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    place = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: place + 1]
-
-
-@contextmanager
-def _without_generation_defaults(model: Any) -> Iterator[None]:
-    """`generate()` fills what a call leaves open from the model's own defaults, such as a repetition penalty."""
-    kept, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = kept

@@ -4,7 +4,6 @@ In place of a GPU's graphs: the operations of one run, with the tensors that it 
 looked at, such as a length in Python, stays as it was, as in a graph.
 """
 
-import random
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -25,10 +24,8 @@ from mtp.fixed_steps import FixedSteps
 from mtp.initialise import new_heads
 from mtp.stack import Stack
 from mtp.tree_mask import TreeMask
-from tests.mtp.test_stack import READABLE, assert_close, tokens
-from tests.tiny import CONTEXT, exact_base, tiny_base
-
-LAYERS = (0, 2, 4)
+from tests.mtp.test_stack import LAYERS, READABLE, assert_close, follow, tokens
+from tests.tiny import exact_base, tiny_base
 
 
 class Tape(TorchDispatchMode):  # type: ignore[misc]
@@ -90,22 +87,7 @@ def counted(stack: Stack, log: list[int]) -> FixedSteps:
 def test_states_over_steps_and_rollbacks(family: str, tmp_path: Path, recorded: list[int]) -> None:
     """Blocks of random lengths, some taken back, through several sizes of the buffers."""
     base = tiny_base(family, tmp_path)
-    steps, ours, theirs, draw = counted(Stack.of(base), recorded), base.new_cache(), base.new_cache(), random.Random(0)
-    base.forward(tokens(1, 20), cache=ours)
-    base.forward(tokens(1, 20), cache=theirs)
-    made = 0
-    for step in range(60):
-        block = tokens(step, draw.randint(1, 9))
-        if ours.length + block.shape[1] > CONTEXT:
-            break
-        made += 1
-        found = steps.forward(block, ours, LAYERS)
-        wanted = base.forward(block, cache=theirs, feature_layers=LAYERS)
-        assert_close(found.features, wanted.features)
-        assert_close(found.hidden, wanted.hidden)
-        length = ours.length - draw.randint(0, block.shape[1] - 1)
-        ours.rollback(length)
-        theirs.rollback(length)
+    ours, theirs, made = follow(base, counted(Stack.of(base), recorded).forward)
     assert ours.length > 140
     assert len(recorded) < made  # most were replayed
     base.forward(tokens(2, 20), cache=ours)  # and what was written serves the model itself

@@ -9,7 +9,8 @@ import torch
 
 from decode.slots import SlotCache
 from mtp import last_block
-from mtp.base import FrozenBase
+from mtp.base import FrozenBase, Steps
+from mtp.cache import BaseCache
 from mtp.kernels import Kernels
 from mtp.last_block import Unreadable
 from mtp.stack import Stack
@@ -34,7 +35,12 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_states_over_steps_and_rollbacks(family: str, with_kernels: bool, tmp_path: Path, kernels: Kernels) -> None:
     """Blocks of random lengths, some taken back, up to beyond the first size of the cache's buffers."""
     base = tiny_base(family, tmp_path)
-    stack = Stack.of(base, kernels if with_kernels else None)
+    ours, _, _ = follow(base, Stack.of(base, kernels if with_kernels else None).forward)
+    assert ours.length > 140
+
+
+def follow(base: FrozenBase, forward: Steps) -> tuple[BaseCache, BaseCache, int]:
+    """Compare with the base over blocks of random lengths, some taken back; both caches then, and how many blocks."""
     ours, theirs, draw = base.new_cache(), base.new_cache(), random.Random(0)
     base.forward(tokens(1, 20), cache=ours)
     base.forward(tokens(1, 20), cache=theirs)
@@ -42,14 +48,14 @@ def test_states_over_steps_and_rollbacks(family: str, with_kernels: bool, tmp_pa
         block = tokens(step, draw.randint(1, 9))
         if ours.length + block.shape[1] > CONTEXT:
             break
-        found = stack.forward(block, ours, LAYERS)
+        found = forward(block, ours, LAYERS, None)
         wanted = base.forward(block, cache=theirs, feature_layers=LAYERS)
         assert_close(found.features, wanted.features)
         assert_close(found.hidden, wanted.hidden)
         length = ours.length - draw.randint(0, block.shape[1] - 1)
         ours.rollback(length)
         theirs.rollback(length)
-    assert ours.length > 140
+    return ours, theirs, step
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
