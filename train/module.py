@@ -68,7 +68,7 @@ class HeadsModule(lightning.LightningModule):
         features: Keeping the base's features on disk.
         start_positions: How many positions the closed-form start of recurrent heads is fitted on; 0 starts at random.
         start_from: Heads to train further: a folder, or the name of those that come with the package. They keep their
-            draft vocabulary, and `heads` must describe them; null makes new ones.
+            draft vocabulary, and `heads` must describe them, but for the K of recurrent ones; null makes new ones.
     """
 
     running_alpha: Tensor

@@ -5,11 +5,12 @@ those that a configuration describes. Refuses to know: the fit itself (`mtp.leas
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
 from mtp.errors import UserError
-from mtp.heads import Heads, RecurrentHeads
+from mtp.heads import Heads, RecurrentHeads, build_heads
 from mtp.hub import find_heads, load_heads
 from mtp.initialise import describe
 from mtp.least_squares import Moments, start_from_states
@@ -48,7 +49,8 @@ def start_heads(
 def earlier_heads(name: str, options: HeadsOptions, base: FrozenBase) -> Heads:
     """The heads in a folder or of the package, ready to be trained further on `base`.
 
-    UserError unless they are what `options` describe, and belong to this base.
+    Recurrent heads may go on with another draft length: one block serves all of their positions.
+    UserError unless they are what `options` describe otherwise, and belong to this base.
     """
     try:
         heads = load_heads(find_heads(name))
@@ -60,7 +62,9 @@ def earlier_heads(name: str, options: HeadsOptions, base: FrozenBase) -> Heads:
             f"model.start_from {name} has heads for {have.base.name}, and model.base.name is {base.name}, which "
             "differs in weights; train heads for the base they belong to."
         )
-    want = describe(options, base, heads.draft_ids)
+    if have.kind == options.kind == "recurrent" and have.draft_length != options.draft_length:
+        heads = unrolled(heads, options.draft_length)
+    have, want = heads.config, describe(options, base, heads.draft_ids)
     differ = [
         f"{key} {getattr(have, key)} instead of {getattr(want, key)}"
         for key in vars(want)
@@ -72,3 +76,10 @@ def earlier_heads(name: str, options: HeadsOptions, base: FrozenBase) -> Heads:
         raise UserError(f"model.start_from {name} has {'; '.join(differ)}; set model.heads as those heads are.")
     heads.to(base.device).bind(base.embedding, base.output_matrix)
     return heads
+
+
+def unrolled(heads: Heads, draft_length: int) -> Heads:
+    """Recurrent heads of the same weights for another K."""
+    other = build_heads(replace(heads.config, draft_length=draft_length))
+    other.load_state_dict(heads.state_dict())
+    return other

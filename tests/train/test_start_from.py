@@ -23,10 +23,29 @@ def test_heads_go_on_from_where_they_were(tmp_path: Path) -> None:
     assert any(not torch.equal(other[name], tensor) for name, tensor in was.items())
 
 
+@pytest.mark.parametrize("draft_length", [1, 3])
+def test_recurrent_heads_go_on_with_another_draft_length(draft_length: int, tmp_path: Path) -> None:
+    first = train(tmp_path, **SHORT)
+    longer = {"model__heads__draft_length": draft_length, **SHORT, **STILL}
+    second = train(tmp_path, model__start_from=str(first / "heads"), **longer)
+    was, now = (load_heads(run / "heads") for run in (first, second))
+    assert (was.config.draft_length, now.config.draft_length) == (2, draft_length)
+    for name, tensor in was.state_dict().items():
+        assert torch.allclose(now.state_dict()[name].double(), tensor.double(), atol=1e-9), name
+
+
+def test_other_kinds_keep_their_draft_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = {"model__heads__kind": "sequential"}
+    first = train(tmp_path, **kind, **SHORT)
+    path = job(tmp_path, model__start_from=str(first / "heads"), model__heads__draft_length=3, **kind, **SHORT)
+    assert main(["--config", str(path)]) == 2
+    assert "draft_length 2 instead of 3" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model__heads__draft_length": 3}, "draft_length 2 instead of 3"),
+        ({"model__heads__feature_layers": [1]}, "feature_layers "),
         ({"model__heads__draft_vocab_size": 30}, "draft_vocab_size 40 instead of 30"),
         ({"model__heads__kind": "sequential"}, "kind recurrent instead of sequential"),
     ],
