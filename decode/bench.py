@@ -22,7 +22,7 @@ from decode.decoder import Decoder
 from decode.many import check_batch_size
 from decode.request import Request
 from decode.rivals import LOOKUP_TOKENS, transformers_runner
-from decode.sides import Runner, Side, Spent, Task, in_turns, paired, spread, take_turns
+from decode.sides import Runner, Side, Spent, Trial, in_turns, paired, spread, take_turns
 from decode.stats import DecodeStats
 from decode.stopping import room
 from decode.stream import Result
@@ -91,18 +91,18 @@ def bench(
     encoded = [encode(decoder.base.tokenizer, prompt, request.chat) for prompt in prompts]
     known = [None] * len(encoded) if categories is None else categories
     budgets = [room(len(ids), decoder.base.context_length, request.max_new_tokens).tokens for ids in encoded]
-    tasks = [Task(*one) for one in zip(encoded, budgets, known, strict=True)]
-    turns = in_turns(tasks, batch_size)
+    trials = [Trial(*one) for one in zip(encoded, budgets, known, strict=True)]
+    turns = in_turns(trials, batch_size)
     with ExitStack() as stack:
         sides = _sides(decoder, request, [name for name in against if name != "vllm"], texts, batch_size)
         versions = None
         if "vllm" in against:  # last, as the others refuse at once what they cannot do
-            longest = max(len(task.ids) + task.max_new_tokens for task in tasks)
+            longest = max(len(trial.ids) + trial.max_new_tokens for trial in trials)
             ready = vllm_runner(find_python(vllm), decoder.base, request, longest, batch_size)
             run, versions = stack.enter_context(ready)
             sides.append(Side("vllm", run))
         for side, turn in product(sides, {len(turn): turn for turn in turns}.values()):  # the last may have fewer
-            side.run([replace(task, max_new_tokens=min(task.max_new_tokens, _WARM_UP_TOKENS)) for task in turn])
+            side.run([replace(trial, max_new_tokens=min(trial.max_new_tokens, _WARM_UP_TOKENS)) for trial in turn])
         texts.clear()  # of the warm-up
         done = take_turns(sides, turns, on_prompt, stop)
     ours = sides[0].stats
@@ -156,9 +156,9 @@ def _engine_runner(decoder: Decoder, request: Request, texts: list[Result], batc
     def own(most: int) -> Request:
         return replace(request, max_new_tokens=most, min_new_tokens=min(request.min_new_tokens, most))
 
-    def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
-        requests = [own(task.max_new_tokens) for task in tasks]
-        results = list(decoder.generate_many([task.ids for task in tasks], requests, batch_size=batch_size))
+    def run(trials: Sequence[Trial]) -> tuple[int, Sequence[DecodeStats]]:
+        requests = [own(trial.max_new_tokens) for trial in trials]
+        results = list(decoder.generate_many([trial.ids for trial in trials], requests, batch_size=batch_size))
         texts.extend(results)
         return sum(len(result.token_ids) for result in results), [result.stats for result in results]
 

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from decode.request import Request
-from decode.sides import Runner, Task
+from decode.sides import Runner, Trial
 from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.errors import UserError
@@ -32,10 +32,10 @@ def transformers_runner(base: FrozenBase, request: Request, lookup: int | None =
     """
     choices = _generation_choices(request) | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
 
-    def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
-        most = max(task.max_new_tokens for task in tasks)
-        found = generate_batch(base, [task.ids for task in tasks], most, choices, request.seed or 0)
-        return sum(min(len(ids), task.max_new_tokens) for ids, task in zip(found, tasks, strict=True)), ()
+    def run(trials: Sequence[Trial]) -> tuple[int, Sequence[DecodeStats]]:
+        most = max(trial.max_new_tokens for trial in trials)
+        found = generate_batch(base, [trial.ids for trial in trials], most, choices, request.seed or 0)
+        return sum(min(len(ids), trial.max_new_tokens) for ids, trial in zip(found, trials, strict=True)), ()
 
     return run
 

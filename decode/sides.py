@@ -15,7 +15,7 @@ from decode.stats import LOOKUP_COUNTS, DecodeStats, Phase
 
 
 @dataclass(frozen=True)
-class Task:
+class Trial:
     """A prompt to decode."""
 
     ids: list[int]
@@ -23,7 +23,7 @@ class Task:
     category: str | None = None
 
 
-Runner = Callable[[Sequence[Task]], tuple[int, Sequence[DecodeStats]]]
+Runner = Callable[[Sequence[Trial]], tuple[int, Sequence[DecodeStats]]]
 """Decodes the prompts of a turn; the number of generated tokens and, from our engine, the statistics of each text."""
 _LEAST_SECONDS = 1e-9  # for divisions
 
@@ -40,15 +40,15 @@ class Side:
     stats: DecodeStats | None = None
     by_category: dict[str, DecodeStats] = field(default_factory=dict)
 
-    def measure(self, tasks: Sequence[Task]) -> None:
+    def measure(self, trials: Sequence[Trial]) -> None:
         started = self.clock()
-        tokens, stats = self.run(tasks)  # ends with the ids on the CPU, hence after the device
+        tokens, stats = self.run(trials)  # ends with the ids on the CPU, hence after the device
         self.turns.append((tokens, self.clock() - started))
-        for task, one in zip(tasks, stats, strict=False):  # other engines tell none
+        for trial, one in zip(trials, stats, strict=False):  # other engines tell none
             self.stats = self.stats or one.empty()
             self.stats.merge(one)
-            if task.category is not None:
-                self.by_category.setdefault(task.category, one.empty()).merge(one)
+            if trial.category is not None:
+                self.by_category.setdefault(trial.category, one.empty()).merge(one)
 
     @property
     def tokens(self) -> int:
@@ -125,25 +125,25 @@ class Spent:
         return sum(self.seconds[phase] for phase in phases) / self.stepping
 
 
-def in_turns(tasks: Sequence[Task], batch_size: int) -> list[Sequence[Task]]:
+def in_turns(trials: Sequence[Trial], batch_size: int) -> list[Sequence[Trial]]:
     """As many prompts to a turn as are decoded at a time."""
-    return [tasks[first : first + batch_size] for first in range(0, len(tasks), batch_size)]
+    return [trials[first : first + batch_size] for first in range(0, len(trials), batch_size)]
 
 
 def take_turns(
     sides: list[Side],
-    turns: Sequence[Sequence[Task]],
+    turns: Sequence[Sequence[Trial]],
     on_prompt: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Every side on every turn, one turn after the other: what slows the machine down for a while hits them all. Ends
     early behind a turn after which `stop` is true; returns how many prompts were decoded."""
     done = 0
-    for index, tasks in enumerate(turns):
+    for index, trials in enumerate(turns):
         first = index % len(sides)  # nobody is always first
         for side in sides[first:] + sides[:first]:
-            side.measure(tasks)
-        for _ in tasks:
+            side.measure(trials)
+        for _ in trials:
             done += 1
             on_prompt()
         if stop():

@@ -25,7 +25,7 @@ import torch
 
 from decode import child
 from decode.request import Request
-from decode.sides import Runner, Task
+from decode.sides import Runner, Trial
 from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.errors import UserError
@@ -123,9 +123,9 @@ def vllm_runner(
     # Not as a file: its folder would be searched for modules first. And without PYTHONPATH, which leads to ours.
     with worker([str(python), "-E", "-c", source], engine_wishes(base, request, longest, batch_size)) as found:
 
-        def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
-            wishes = [settings(request, base, task.max_new_tokens) for task in tasks]
-            return sum(map(len, found.run([task.ids for task in tasks], wishes))), ()
+        def run(trials: Sequence[Trial]) -> tuple[int, Sequence[DecodeStats]]:
+            wishes = [settings(request, base, trial.max_new_tokens) for trial in trials]
+            return sum(map(len, found.run([trial.ids for trial in trials], wishes))), ()
 
         yield run, found.versions
 

@@ -1,13 +1,15 @@
 """The parts of a transformers model: where they are, and whether they do what the rest of the package relies on.
 
-Knows: how to freeze a model, how to find the decoder below the output matrix and its layers, and how to check on a few
-tokens that the model is causal and that its logits are understood. Refuses to know: caches, features, heads.
+Knows: how to freeze a model, how to find the decoder below the output matrix and its layers, how to read what goes into
+these, where a config says how long texts may be and how they end, and how to check on a few tokens that the model is
+causal and that its logits are understood. Refuses to know: caches, features, heads.
 
 Shapes: B batch, T position, D hidden, V vocabulary.
 """
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 
 from mtp.errors import UserError
 from mtp.gguf_file import quiet_transformers
+
+CONTEXT_UNKNOWN = 2**31 - 1
 
 
 def _stay_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
@@ -52,6 +56,56 @@ def find_layers(inner: nn.Module, config: Any, name: str) -> nn.ModuleList:
             "instead of one, so its features cannot be read; use a base of a common decoder architecture."
         )
     return outermost[0]
+
+
+def check_sizes(embedding: Tensor, output_matrix: Tensor, hidden_size: int, tokenizer: Any, name: str) -> None:
+    """UserError unless embedding [V, D] and output matrix [V, D] fit the hidden size D and the tokenizer."""
+    rows, width = output_matrix.shape
+    if width != hidden_size or embedding.shape != (rows, width):
+        raise UserError(
+            f"base {name!r} has embedding {tuple(embedding.shape)} and output matrix {(rows, width)} for hidden size "
+            f"{hidden_size}; both must be vocabulary × hidden size: use another base."
+        )
+    if tokenizer is not None and len(tokenizer) > rows:
+        raise UserError(
+            f"base {name!r}: its tokenizer has {len(tokenizer)} tokens and its vocabulary only {rows}; the tokenizer "
+            "belongs to another model."
+        )
+
+
+def context_length(config: Any, tokenizer: Any) -> int:
+    """Most positions a base was made for: from its config, else from its tokenizer, else 2**31 - 1."""
+    configured = getattr(config, "max_position_embeddings", None)
+    if configured:
+        return int(configured)
+    return min(int(getattr(tokenizer, "model_max_length", None) or CONTEXT_UNKNOWN), CONTEXT_UNKNOWN)
+
+
+def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a text: those of the generation config, then the tokenizer's."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    ids.append(getattr(tokenizer, "eos_token_id", None))
+    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+
+
+@contextlib.contextmanager
+def layer_inputs(layers: nn.ModuleList, wanted: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """Inside the block, the inputs of the wanted layers are kept in the yielded dictionary."""
+    states: dict[int, Tensor] = {}
+    handles = [layers[i].register_forward_pre_hook(_recorder(states, i), with_kwargs=True) for i in wanted]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _recorder(states: dict[int, Tensor], layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def record(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states[layer] = positional[0] if positional else named["hidden_states"]
+
+    return record
 
 
 @torch.no_grad()

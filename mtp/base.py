@@ -10,9 +10,8 @@ Feature layer ids follow transformers' `hidden_states`: id i < L is the input of
 L the state after the final norm, which the output matrix reads.
 """
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mtp.anatomy import find_inner, find_layers, freeze, probe
+from mtp.anatomy import check_sizes, context_length, end_ids, find_inner, find_layers, freeze, layer_inputs, probe
 from mtp.cache import BaseCache, new_cache, refusal
 from mtp.errors import UserError
 from mtp.fingerprint import model_checksum, model_fingerprint, tokenizer_fingerprint
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from mtp.one_call import Past
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers renamed the argument in 5.24
-_CONTEXT_UNKNOWN = 2**31 - 1
 _UNKNOWN = "unknown"
 MOST_STEP_ROWS = 16
 
@@ -66,7 +64,7 @@ class FrozenBase:
         self._layers = find_layers(self._inner, self._text_config, name)
         self._arguments = frozenset(inspect.signature(self._inner.forward).parameters)
         self._scale = OutputScale.from_config(self._text_config)
-        self._check_sizes()
+        check_sizes(self.embedding, self.output_matrix, int(self._text_config.hidden_size), tokenizer, name)
         self._tree_fault: str | None = _UNKNOWN
         self._packing_fault: str | None = _UNKNOWN
         self.quantised: str | None = None  # how its weights were rounded
@@ -176,10 +174,7 @@ class FrozenBase:
     @property
     def context_length(self) -> int:
         """Most positions the base was made for: from its config, else from its tokenizer, else 2**31 - 1."""
-        configured = getattr(self._text_config, "max_position_embeddings", None)
-        if configured:
-            return int(configured)
-        return min(int(getattr(self.tokenizer, "model_max_length", None) or _CONTEXT_UNKNOWN), _CONTEXT_UNKNOWN)
+        return context_length(self._text_config, self.tokenizer)
 
     @property
     def device(self) -> torch.device:
@@ -192,10 +187,7 @@ class FrozenBase:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a text: those of the generation config, then the tokenizer's."""
-        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        ids = list(configured) if isinstance(configured, (list, tuple)) else [configured]
-        ids.append(getattr(self.tokenizer, "eos_token_id", None))
-        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+        return end_ids(self.model, self.tokenizer)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +246,7 @@ class FrozenBase:
         few = tokens.shape[0] == 1 and tokens.shape[1] <= MOST_STEP_ROWS
         if self.steps is not None and few and cache is not None and attention_mask is None and segments is None:
             return self.steps(tokens, cache, feature_layers, tree)
-        with self._recorded(feature_layers) as states:
+        with layer_inputs(self._layers, {*feature_layers} - {self.num_layers}) as states:
             if segments is None:
                 hidden = self._run(tokens, cache, attention_mask, tree)
             else:
@@ -294,20 +286,6 @@ class FrozenBase:
         """States [B, T, D] of tokens [B, T] at the places positions [B, T], without mask and cache."""
         hidden: Tensor = self._inner(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden
-
-    @contextlib.contextmanager
-    def _recorded(self, feature_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Inside the block, the inputs of the wanted decoder layers are kept in the yielded dictionary."""
-        states: dict[int, Tensor] = {}
-        handles = [
-            self._layers[layer].register_forward_pre_hook(_recorder(states, layer), with_kwargs=True)
-            for layer in {*feature_layers} - {self.num_layers}
-        ]
-        try:
-            yield states
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _check_layers(self, feature_layers: Sequence[int]) -> None:
         for layer in feature_layers:
@@ -349,23 +327,3 @@ class FrozenBase:
     def checksum(self) -> str:
         """SHA-256 over every parameter and buffer: equal before and after means bit-identical weights."""
         return model_checksum(self.model)
-
-    def _check_sizes(self) -> None:
-        rows, width = self.output_matrix.shape
-        if width != int(self._text_config.hidden_size) or self.embedding.shape != (rows, width):
-            raise UserError(
-                f"base {self.name!r} has embedding {tuple(self.embedding.shape)} and output matrix {(rows, width)} for "
-                f"hidden size {self._text_config.hidden_size}; both must be vocabulary × hidden size: use another base."
-            )
-        if self.tokenizer is not None and len(self.tokenizer) > rows:
-            raise UserError(
-                f"base {self.name!r}: its tokenizer has {len(self.tokenizer)} tokens and its vocabulary only {rows}; "
-                "the tokenizer belongs to another model."
-            )
-
-
-def _recorder(states: dict[int, Tensor], layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def record(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        states[layer] = positional[0] if positional else named["hidden_states"]
-
-    return record

@@ -11,7 +11,6 @@ Shapes: B batch, T position, M anchors, K draft position, D hidden, F features.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ from decode import Decoder
 from decode.prompts import read_categorised
 from decode.stats import DecodeStats
 from decode.telemetry import decode_metrics
-from decode.text import plain_text
-from decode.together import batch_fault
-from decode.trace import TracedText, trace
+from decode.trace import TracedText
 from mtp.base import FrozenBase
-from mtp.config import HeadsConfig, HeadsOptions
+from mtp.config import HeadsOptions
 from mtp.errors import UserError
 from mtp.heads import Heads, RecurrentHeads
 from mtp.initialise import new_heads
@@ -35,21 +32,22 @@ from mtp.losses import LossOptions, LossWeights
 from mtp.objective import DraftSums, draft_sums, to_draft
 from mtp.sharding import gathered, whole
 from mtp.targets import TargetPlan, pad_for_drafts, plan_targets
-from mtp.vocab import build_draft_vocab, coverage, vocab_hash
+from mtp.vocab import build_draft_vocab, coverage
+from train.checkpoint import check_heads, check_optimizer, take_extras, write_extras
 from train.cost import count_flops
 from train.data import ChatDataModule
+from train.decoding import decode_share
 from train.feature_store import FeatureOptions, FeatureStore
 from train.loader import Batch
 from train.meter import Meter
 from train.optimizer import make_optimizer
 from train.options import BaseOptions, DecodeOptions, OptimizerOptions, learning_rate_share
 from train.run import RunRecords
-from train.sharded import ShardedStrategy, merged, share_progress, whole_heads
+from train.sharded import ShardedStrategy, whole_heads
 from train.start import earlier_heads, start_heads
 from train.summary import summarise
 from train.teaching import Lesson, from_base, from_store
 
-_DECODED_AT_ONCE = 16  # validation prompts
 RUNNING_SHARE = 0.1  # of an optimiser step in the running acceptance that the `lk` loss goes by
 
 
@@ -270,30 +268,11 @@ class HeadsModule(lightning.LightningModule):
         self.meter.restart_clock()
 
     def decode(self) -> DecodeStats | None:
-        """Decode the validation prompts with the engine that users decode with, and keep counts and texts; None where
-        the counts are another process's.
-
-        Each process decodes its share, and the first gets the counts of all and keeps the texts of its own. A sharded
-        base runs on all processes at once, so there they all decode the same."""
-        options, decoder = self.decode_options, Decoder(self.base, self.whole_heads())
-        first, count = (0, 1) if self.base.sharded else (self.global_rank, self.trainer.world_size)
-        share = self._prompts[first::count]
-        results = decoder.generate_many(
-            [prompt for prompt, _ in share],
-            batch_size=1 if batch_fault(self.base) else _DECODED_AT_ONCE,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-        )
-        total: DecodeStats | None = None
-        traces, to_text = [], plain_text(self.base.tokenizer, special=True)
-        for result, (prompt, category) in zip(results, share, strict=True):
-            total = result.stats.empty() if total is None else total
-            total.merge(result.stats)
-            traces.append(trace(result, prompt, category, to_text))
-        total = total if count == 1 else merged(total, count)
-        self.decoded, self.traces = total, traces
-        return total
+        """Decode the validation prompts, and keep counts and texts; see `decode_share`."""
+        decoder = Decoder(self.base, self.whole_heads())
+        ranks = (self.global_rank, self.trainer.world_size)
+        self.decoded, self.traces = decode_share(decoder, self._prompts, self.decode_options, ranks)
+        return self.decoded
 
     def _over_ranks(self, value: Tensor) -> Tensor:
         """The sum over all processes. What is given stays as it is: reducing happens in place."""
@@ -312,35 +291,13 @@ class HeadsModule(lightning.LightningModule):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["heads_config"] = self.trained.config.to_json()
-        checkpoint["torch_rng"] = torch.get_rng_state()
-        checkpoint["world_size"] = self.trainer.world_size
+        write_extras(checkpoint, self.trained, self.trainer.world_size)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the draft vocabulary of the checkpoint; refuse heads of another shape or another base."""
-        saved = HeadsConfig.from_json(checkpoint["heads_config"], "--ckpt_path")
-        ours = self.trained.config
-        # A base may have been moved: its fingerprint says which it is.
-        base = replace(ours.base, name=saved.base.name, revision=saved.base.revision)
-        if replace(saved, draft_vocab_hash=None) != replace(ours, draft_vocab_hash=None, base=base):
-            raise UserError(
-                "--ckpt_path holds heads of another configuration or base than the config file; resume with the config "
-                "the run was started with (config.yaml in its folder), or start a new run."
-            )
-        kind = "muon" if any("parts" in state for state in checkpoint["optimizer_states"]) else "adamw"
-        if kind != self.optimizer_options.kind:
-            raise UserError(
-                f"--ckpt_path was written with optimizer.kind {kind}, and the configuration has "
-                f"{self.optimizer_options.kind}; resume with {kind}, or start a new run with model.start_from."
-            )
-        ids = checkpoint["state_dict"].get("heads.draft_ids")
-        if ids is not None and vocab_hash(ids) != saved.draft_vocab_hash:
-            raise UserError(
-                "--ckpt_path has a draft vocabulary that does not match its own hash; use another checkpoint."
-            )
-        self.trained.config = replace(ours, draft_vocab_hash=saved.draft_vocab_hash)
-        torch.set_rng_state(checkpoint["torch_rng"].cpu())
-        share_progress(checkpoint, self.trainer.world_size)
+        check_heads(checkpoint, self.trained)
+        check_optimizer(checkpoint, self.optimizer_options.kind)
+        take_extras(checkpoint, self.trained, self.trainer.world_size)
 
     def on_train_start(self) -> None:
         # A checkpoint may have brought another draft vocabulary, and Lightning may have moved the heads.

@@ -18,7 +18,7 @@ from decode.decoder import Decoder
 from decode.report import Screen, show_bench
 from decode.request import Request
 from decode.rivals import LOOKUP_TOKENS, transformers_runner
-from decode.sides import Runner, Side, Spent, Task, in_turns, paired, spread, take_turns
+from decode.sides import Runner, Side, Spent, Trial, in_turns, paired, spread, take_turns
 from decode.stats import DecodeStats
 from mtp.base import FrozenBase
 from mtp.config import HeadsOptions
@@ -37,21 +37,21 @@ def test_every_side_takes_its_turn_and_nobody_is_always_first() -> None:
     order: list[tuple[str, int, int]] = []
 
     def runner(name: str) -> Runner:
-        def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
-            order.extend((name, task.ids[0], task.max_new_tokens) for task in tasks)
+        def run(trials: Sequence[Trial]) -> tuple[int, Sequence[DecodeStats]]:
+            order.extend((name, trial.ids[0], trial.max_new_tokens) for trial in trials)
             return 1, ()
 
         return run
 
     sides = [Side(name, runner(name)) for name in "abc"]
-    tasks, calls = [Task([number], 5 + number) for number in range(4)], list[int]()
-    assert take_turns(sides, in_turns(tasks, 1), lambda: calls.append(len(order))) == 4
+    trials, calls = [Trial([number], 5 + number) for number in range(4)], list[int]()
+    assert take_turns(sides, in_turns(trials, 1), lambda: calls.append(len(order))) == 4
     assert "".join(name for name, _, _ in order) == "abc" + "bca" + "cab" + "abc"
     assert [prompt for _, prompt, _ in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert all(budget == 5 + prompt for _, prompt, budget in order)
     assert calls == [3, 6, 9, 12]
     order.clear(), calls.clear()
-    assert take_turns(sides, in_turns(tasks, 3), lambda: calls.append(len(order)), stop=lambda: True) == 3
+    assert take_turns(sides, in_turns(trials, 3), lambda: calls.append(len(order)), stop=lambda: True) == 3
     assert [prompt for _, prompt, _ in order] == [0, 1, 2] * 3
     assert calls == [9, 9, 9]
 
@@ -60,7 +60,7 @@ def timed(name: str, turns: list[tuple[int, float]], stats: DecodeStats | None =
     """A side that generates so many tokens in so many seconds, by a clock of its own."""
     now, left = [0.0], iter(turns)
 
-    def run(tasks: Sequence[Task]) -> tuple[int, Sequence[DecodeStats]]:
+    def run(trials: Sequence[Trial]) -> tuple[int, Sequence[DecodeStats]]:
         tokens, seconds = next(left)
         now[0] += seconds
         return tokens, [stats] if stats else []
@@ -72,7 +72,7 @@ def test_ratios_are_of_pairs_on_the_same_prompt() -> None:
     """A machine that is slow for a while is slow for both: the ratio of each pair tells, that of the medians less."""
     ours = timed("mtp", [(10, 1.0), (10, 10.0), (10, 5.0)])
     other = timed("plain", [(10, 2.0), (10, 15.0), (10, 5.0)])
-    take_turns([ours, other], [[Task([0], 10)]] * 3)
+    take_turns([ours, other], [[Trial([0], 10)]] * 3)
     assert ours.rates == pytest.approx([10.0, 1.0, 2.0])
     assert other.rates == pytest.approx([5.0, 10 / 15, 2.0])
     assert paired(ours, other) == pytest.approx([2.0, 1.5, 1.0])
@@ -89,7 +89,7 @@ def test_what_of_a_step_is_not_the_base_s_forward() -> None:
     stats.steps = 4
     stats.seconds |= {"prefill": 2.0, "draft": 1.0, "verify": 4.0, "rule": 0.5, "other": 0.1}
     side = timed("mtp", [(9, 10.0)], stats)
-    side.measure([Task([0], 9)])
+    side.measure([Trial([0], 9)])
     spent = Spent.by(side)
     assert spent.seconds["other"] == pytest.approx(2.5)  # with what no phase accounts for
     assert (spent.stepping, spent.step, spent.rest) == pytest.approx((8.0, 2.0, 0.75))
@@ -130,7 +130,7 @@ def test_lookup_drafts_and_says_so_to_generate(
     prompt, before = [5, 6, 7, 8] * 6, base.model.generation_config
     for lookup in (None, LOOKUP_TOKENS):
         run = transformers_runner(base, Request(temperature=temperature, seed=3), lookup)
-        count, stats = run([Task(prompt, 40)])
+        count, stats = run([Trial(prompt, 40)])
         assert stats == ()
         assert count == len(texts[lookup]) - len(prompt) <= 40
     assert base.model.generation_config is before
@@ -154,15 +154,15 @@ def test_a_batch_of_generate_writes_the_texts_of_each_alone(base: FrozenBase, mo
     monkeypatch.setattr(type(base), "eos_token_ids", ())
     alone = transformers_runner(base, Request(), None)
     for ids in prompts:
-        alone([Task(ids, 8)])
+        alone([Trial(ids, 8)])
     assert [len(text) for text in texts] == [8] * 3
     expected, end = list(texts), texts[0][2]
     counts = [text.index(end) + 1 if end in text else 8 for text in expected]
     assert counts[0] < 8
     texts.clear()
     monkeypatch.setattr(type(base), "eos_token_ids", (end,))
-    tasks = [Task(ids, most) for ids, most in zip(prompts, (8, 8, 2), strict=True)]
-    tokens, _ = transformers_runner(base, Request(), None)(tasks)
+    trials = [Trial(ids, most) for ids, most in zip(prompts, (8, 8, 2), strict=True)]
+    tokens, _ = transformers_runner(base, Request(), None)(trials)
     for text, longer, count in zip(texts, expected, counts, strict=True):
         assert text[:count] == longer[:count]
     assert tokens == counts[0] + counts[1] + min(2, counts[2])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from decode.prompts import read_categorised, read_prompts
-from decode.sides import Side, Task
+from decode.sides import Side, Trial
 from decode.stats import DecodeStats
 from mtp.errors import UserError
 
@@ -48,8 +48,8 @@ def test_the_mean_is_over_categories_and_not_over_texts() -> None:
     """Category a has two long texts, b one short one; each category counts once."""
     texts = iter([text(10, 20), text(30, 60), text(1, 1)])
     side = Side("mtp", lambda tasks: (5, [next(texts) for _ in tasks]))
-    side.measure([Task([1], 5, "a"), Task([1], 5, "a")])
-    side.measure([Task([1], 5, "b")])
+    side.measure([Trial([1], 5, "a"), Trial([1], 5, "a")])
+    side.measure([Trial([1], 5, "b")])
     report = side.to_json()
     assert report["accept_len_by_category"] == {"a": 2.0, "b": 1.0}
     assert report["accept_len_category_mean"] == pytest.approx(1.5)
