@@ -42,8 +42,13 @@ def steps_in_words(steps: float, done: int, rows: int, epoch: float) -> str:
     """steps: of the whole run; rows: in a step; epoch: steps in one."""
     first = "no end" if steps == float("inf") else f"{steps:,.0f}"
     rest = f", {done:,} done" if done else ""
-    epochs = f" = {steps / epoch:,.1f} epochs" if 0 < epoch < float("inf") and steps < float("inf") else ""
-    return f"{first} of {rows} rows{epochs}{rest}"
+    told = f" = {epochs_in_words(steps / epoch)}" if 0 < epoch < float("inf") and steps < float("inf") else ""
+    return f"{first} of {rows} rows{told}{rest}"
+
+
+def epochs_in_words(epochs: float) -> str:
+    """Of a large source a run may see a small part."""
+    return f"{epochs:,.1f} epochs" if epochs >= 0.1 else f"{epochs:.1g} epochs"
 
 
 def disk_in_words(disk: Disk, told: str) -> str:

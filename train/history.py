@@ -46,7 +46,8 @@ class History:
 
     @property
     def finished(self) -> bool:
-        return "tokens_trained" in self.run
+        """Whether training came to its end; one that was resumed and cut has metrics of later steps than that."""
+        return "tokens_trained" in self.run and self.last_step <= int(self.run.get("steps", self.last_step))
 
     @property
     def best(self) -> dict[str, float]:

@@ -189,6 +189,12 @@ def test_a_resumed_run_is_one_run(run: Path) -> None:
     assert dict(found)[50] == 0.5  # what was done again holds
 
 
+def test_a_run_that_was_resumed_and_cut_is_not_finished(run: Path) -> None:
+    assert read_run(run).finished
+    write_metrics(run, {60: metrics_at(60)}, version=1)  # run.json is of the sitting that came to its end
+    assert not read_run(run).finished
+
+
 def test_a_file_that_is_being_written(run: Path) -> None:
     path = run / "csv" / "version_0" / "metrics.csv"
     path.write_text(path.read_text()[:-40])

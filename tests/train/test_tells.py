@@ -109,6 +109,7 @@ def test_the_table_and_steps_in_words() -> None:
     assert lines[1].split() == ["1", "0.500", "0.500", "-"]
     assert steps_in_words(100, 40, 8, 50) == "100 of 8 rows = 2.0 epochs, 40 done"
     assert steps_in_words(math.inf, 0, 8, 50) == "no end of 8 rows"
+    assert steps_in_words(4, 0, 8, 1000) == "4 of 8 rows = 0.004 epochs"
 
 
 def test_pace_guesses_then_measures(monkeypatch: pytest.MonkeyPatch) -> None:
