@@ -181,23 +181,39 @@ def test_other_seeds_and_local_means_differ(alone: Path, tmp_path: Path, monkeyp
     assert apart(final_state(alone), final_state(other)) > 1e-4
 
 
+def test_each_writes_its_share_of_the_features_and_reads_what_it_needs(ranks: Ranks, tmp_path: Path) -> None:
+    """80 examples are two files, of which each process writes one; with a seed of its own each reads from both."""
+    lines = [{"prompt": f"what is {i}?", "response": f"it is the number {i} and a cat"} for i in range(80)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = {"model__features__keep": True, "data__train": str(tmp_path / "many.jsonl"), "trainer__max_steps": 6}
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    one = train(folders[0], *TWICE, **(UNEVEN | kept | {"model__features__dir": str(folders[0] / "features")}))
+    changes = kept | {"model__features__dir": str(folders[1] / "features")}
+    two, _ = in_ranks(ranks, folders[1], "ddp", **changes)
+    shards = [sorted(path.name for path in folder.rglob("features/*/*.safetensors")) for folder in folders]
+    assert len(shards[0]) == 2
+    assert shards[0] == shards[1]
+    assert apart(final_state(one), final_state(two)) < 1e-5
+
+
 def late() -> None:
     """In each of two processes, of which the first is slow: what waits for preparation, and what waits for a step."""
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, barebones=True)
     processes = Processes(trainer)
     processes.join(lightning.LightningModule(), print)
-    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
-    time.sleep(6 if processes.rank == 0 else 0)
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
+    time.sleep(4 if processes.rank == 0 else 0)
     processes.wait()
     print("WAITED", flush=True)
-    time.sleep(6 if processes.rank == 0 else 0)
+    time.sleep(4 if processes.rank == 0 else 0)
     try:
         dist.barrier(group=impatient)
     except RuntimeError:
         print("GAVE UP", flush=True)
 
 
-@pytest.mark.slow
 def test_who_prepares_longer_than_a_step_may_take_is_waited_for(ranks: Ranks, tmp_path: Path) -> None:
     said = ranks.run(["tests.train.test_two_processes:late"], tmp_path / "said")
     assert said.count("WAITED") == 2
