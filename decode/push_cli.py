@@ -15,7 +15,7 @@ from mtp.card import read_metadata
 from mtp.errors import UserError
 from mtp.hub import find_heads, load_heads
 from mtp.hub_access import HubAccess
-from mtp.share import CARD, FILES, check_repo, prepare, publish, scratch
+from mtp.share import CARD, FILES, check_target, prepare, publish, scratch
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(options: Namespace) -> None:
     for name in ("heads", "repo"):
         if options[name] is None:
             raise UserError(f"--{name} is missing; use --heads FOLDER --repo YOU/NAME.")
-    check_repo(options.repo)
+    check_target(options.repo, options.revision, create_pr=options.create_pr)
     folder = find_heads(options.heads)
     config = load_heads(folder).config  # whole, or nothing is sent
     with scratch() as build:

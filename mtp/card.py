@@ -15,12 +15,13 @@ from huggingface_hub import ModelCard
 from mtp.config import BaseRef, HeadsConfig
 from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
+from mtp.licenses import LICENSES
+from mtp.suggest import nearest
 
 LIBRARY, PIPELINE = "mtp-heads", "text-generation"
 TAGS = ("speculative-decoding", "multi-token-prediction")
 PLACE = "<this folder>"
 """Stands in a card for the name of the heads, until they have one on the Hub."""
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _METADATA = re.compile(r"\s*---\s*\n")
 
 
@@ -104,13 +105,15 @@ def read_metadata(card: str) -> dict[str, Any]:
 
 
 def check_license(license: str, option: str = "--license") -> str:
-    """The licence as it is. UserError unless it can be an identifier of the Hub's."""
-    if not _LICENSE.fullmatch(license):
-        raise UserError(
-            f"{option} is {license!r}; use one of the Hub's identifiers, such as apache-2.0, mit, cc-by-4.0, other or "
-            "unknown."
-        )
-    return license
+    """The licence as it is. UserError unless it is an identifier of the Hub's."""
+    if license in LICENSES:
+        return license
+    near = nearest(license, sorted(LICENSES))
+    raise UserError(
+        f"{option} is {license!r}; use one of the Hub's identifiers, such as apache-2.0, mit or unknown, and "
+        "other for a licence that its list lacks (huggingface.co/docs/hub/repositories-licenses)"
+        + ("." if near is None else f"; did you mean {near!r}?")
+    )
 
 
 def hub_name(base: BaseRef) -> str | None:

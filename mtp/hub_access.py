@@ -43,13 +43,16 @@ class HubAccess:
 USUAL = HubAccess()
 
 
-def reason(error: BaseException, access: HubAccess) -> str:
-    """Why a request failed and what to do, to follow a name and a colon. Without a full stop."""
+def reason(error: BaseException, access: HubAccess, *, sending: bool = False) -> str:
+    """Why a request failed and what to do, to follow a name and a colon. Without a full stop. sending: it was to take
+    something, not to give it."""
     found = list(_chain(error))
     http = next((one for one in found if isinstance(one, HfHubHTTPError)), None)
     if http is not None:
         return without_token(_by_answer(http), access)
     if constants.HF_HUB_OFFLINE or any(isinstance(one, OfflineModeIsEnabled) for one in found):
+        if sending:
+            return "HF_HUB_OFFLINE forbids the network; repeat the command without that variable"
         return (
             "it is not in the Hub's local cache, and HF_HUB_OFFLINE forbids the network; load it once without that "
             "variable, or copy the folder to this machine and give its path"
@@ -66,8 +69,13 @@ def reason(error: BaseException, access: HubAccess) -> str:
     if any(isinstance(one, HFValidationError) for one in found):
         return without_token(f"that is no name on the Hub ({_line(error)}); write it as owner/name", access)
     if any(type(one).__name__ in _BROKEN_OFF or "Consistency check" in str(one) for one in found):
-        return "the transfer broke off; repeat the command, a download goes on where it stopped"
+        return f"the transfer broke off; repeat the command{'' if sending else ', a download goes on where it stopped'}"
     if isinstance(error, FileNotFoundError) or any("Connect" in type(one).__name__ for one in found):
+        if sending:
+            return (
+                "the Hub cannot be reached; look at the network (and at HF_ENDPOINT, if that is set), and repeat the "
+                "command"
+            )
         return (
             "the Hub cannot be reached, and its local cache does not have it; look at the network (and at HF_ENDPOINT, "
             "if that is set), or copy the folder to this machine and give its path"

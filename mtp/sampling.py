@@ -23,7 +23,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """From text [R, n] and its next logits [R, V] to new logits [R, V]; the interface of transformers' LogitsProcessor."""
 
 _TOP_P_CANDIDATES = 1024
-_LEAST = 1e-30  # what float32 can still divide by and compare with
+_LEAST, _MOST = 1e-30, 1e30  # what float32 can divide by and compare with; 1 / 1e-30 is below 1e30
 _SMALL_TEMPERATURE = 1e-2  # above it, logits can be divided as they are
 _SMALLEST_UNIFORM = 2.0**-54  # below every other value of a 53-bit uniform; keeps the interval open at zero
 
@@ -111,10 +111,10 @@ class SamplingConfig:
     def _check_truncations(self) -> None:
         temperature, cutoff = self.temperature, "a number from 0 (off) to below 1"
         _require(
-            temperature == 0 or _LEAST <= temperature <= 1 / _LEAST,
+            temperature == 0 or _LEAST <= temperature <= _MOST,
             "temperature",
             temperature,
-            f"0 (greedy) or a positive number, {_LEAST:g} to {1 / _LEAST:g}",
+            f"0 (greedy) or a positive number, {_LEAST:g} to {_MOST:g}",
         )
         _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or a positive number of tokens")
         _require(_LEAST <= self.top_p <= 1, "top-p", self.top_p, "a number above 0 and at most 1 (off)")

@@ -107,11 +107,9 @@ def publish(
 
     private: of a new repository; True also refuses one that others can read. UserError where the Hub refuses.
     """
-    check_repo(repo_id)
-    if create_pr and revision is not None:
-        raise UserError(f"--revision is {revision}, but a pull request goes to the main branch; leave one of them out.")
+    check_target(repo_id, revision, create_pr=create_pr)
     api = HfApi(token=access.token)
-    with _explained(f"--repo {repo_id}", access):
+    with _explained(f"--repo {repo_id}", access, sending=True):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if private and api.model_info(repo_id).private is False:
             raise UserError(
@@ -130,6 +128,13 @@ def publish(
         )
 
 
+def check_target(repo_id: str, revision: str | None, *, create_pr: bool) -> None:
+    """UserError where heads cannot be sent to, whatever the Hub says."""
+    check_repo(repo_id)
+    if create_pr and revision is not None:
+        raise UserError(f"--revision is {revision}, but a pull request goes to the main branch; leave one of them out.")
+
+
 def check_repo(repo_id: str) -> None:
     """UserError unless that can be a name on the Hub."""
     try:
@@ -140,7 +145,7 @@ def check_repo(repo_id: str) -> None:
 
 
 @contextmanager
-def _explained(told: str, access: HubAccess) -> Iterator[None]:
+def _explained(told: str, access: HubAccess, *, sending: bool = False) -> Iterator[None]:
     """What the client raises as one sentence. Without its own exception behind it, which may show a token."""
     try:
         yield
@@ -149,7 +154,7 @@ def _explained(told: str, access: HubAccess) -> Iterator[None]:
     except Exception as error:  # of the HTTP library too, whose classes differ between releases of the client
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a full disk
-        raise UserError(f"{told}: {reason(error, access)}.") from None
+        raise UserError(f"{told}: {reason(error, access, sending=sending)}.") from None
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Heads of any kind for transformers' `generate(custom_generate=…)`: the weights, and the code that decodes with them.
 
-The code is `mtp.formats.payload`, with the one import between its files made relative. It runs offline, in a process
-that has torch and transformers and no `mtp`.
+The code is `mtp.formats.payload` and `mtp.fingerprint`, with the imports between these files made relative. It runs
+offline, in a process that has torch and transformers and no `mtp`.
 
 Knows: which files are written, and how the written ones are run to be compared. Refuses to know: how they decode.
 
 Shapes: T position, K draft position, D hidden, F features, V vocabulary, Vd draft vocabulary.
 """
 
+import re
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,10 @@ from mtp.formats.interface import Content, Format, Lent
 from mtp.formats.tensors import CONFIG, WEIGHTS, Expected, check_tensors, read_document, read_tensors
 from mtp.heads import Heads, build_heads
 
-_SOURCE = Path(__file__).parent / "payload"
-_FILES = ("generate.py", "draft_heads.py")
+_PACKAGE = Path(__file__).parents[1]
+_FILES = ("formats/payload/generate.py", "formats/payload/draft_heads.py", "fingerprint.py")
 _CODE = "custom_generate"
-_ABSOLUTE, _RELATIVE = "from mtp.formats.payload.draft_heads import", "from .draft_heads import"
+_IMPORT = re.compile(r"^from mtp\.(?:\w+\.)*(\w+) import", re.MULTILINE)
 _KINDS = ("recurrent", "sequential", "parallel", "hydra", "medusa")  # that `payload/draft_heads.py` knows
 
 
@@ -37,9 +38,13 @@ def _fault(heads: Heads, base: FrozenBase) -> str | None:
 
 
 def _content(heads: Heads, base: FrozenBase) -> Content:
-    texts = {f"{_CODE}/{name}": (_SOURCE / name).read_text(encoding="utf-8") for name in _FILES}
-    texts = {name: text.replace(_ABSOLUTE, _RELATIVE) for name, text in texts.items()}
-    return Content(config={"heads": heads.config.to_json()}, tensors=dict(heads.state_dict()), texts=texts)
+    return Content(config={"heads": heads.config.to_json()}, tensors=dict(heads.state_dict()), texts=_texts())
+
+
+def _texts() -> dict[str, str]:
+    """The code by its path in the folder, with relative imports."""
+    texts = {f"{_CODE}/{Path(name).name}": (_PACKAGE / name).read_text(encoding="utf-8") for name in _FILES}
+    return {path: _IMPORT.sub(r"from .\1 import", text) for path, text in texts.items()}
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,9 @@ def read_custom(folder: Path, option: str = "--input") -> PayloadReader:
     }
     tensors = read_tensors(folder / WEIGHTS)
     check_tensors(tensors, expected, str(folder / WEIGHTS))
-    for name in _FILES:
-        path, text = folder / _CODE / name, (_SOURCE / name).read_text(encoding="utf-8")
-        if not path.is_file() or path.read_text(encoding="utf-8") != text.replace(_ABSOLUTE, _RELATIVE):
+    for name, text in _texts().items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
             raise UserError(f"{path} is not the code that this version writes; write the folder again.")
     return PayloadReader(_module(folder / _CODE / "draft_heads.py"), document["heads"], tensors)
 

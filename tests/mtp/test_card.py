@@ -110,7 +110,26 @@ def test_metadata_that_cannot_be_read(card: str) -> None:
         amend_card(card, toy_config("medusa"))
 
 
-@pytest.mark.parametrize("license", ["", "Apache 2.0", "MIT", "a\nb: c", "mit "])
-def test_a_licence_is_one_of_the_hubs_words(license: str) -> None:
-    with pytest.raises(UserError, match="use one of the Hub's identifiers, such as apache-2.0"):
-        check_license(license)
+@pytest.mark.parametrize(
+    ("license", "near"),
+    [
+        *((near, near) for near in ("apache-2.0", "mit", "openrail++", "lppl-1.3c", "llama3.1", "other", "unknown")),
+        ("Apache 2.0", "apache-2.0"),
+        ("apache", "apache-2.0"),
+        ("apache-2", "apache-2.0"),
+        ("MIT", "mit"),
+        ("mit ", "mit"),
+        ("ccby-4.0", "cc-by-4.0"),
+        ("nonsense", None),
+        ("", None),
+        ("a\nb: c", None),
+    ],
+)
+def test_a_licence_is_one_of_the_hubs_words(license: str, near: str | None) -> None:
+    if license == near:
+        assert check_license(license) == license
+        return
+    with pytest.raises(UserError, match="use one of the Hub's identifiers, such as apache-2.0") as told:
+        check_license(license, "run.license")
+    assert str(told.value).startswith(f"run.license is {license!r}; ")
+    assert str(told.value).endswith("-licenses)." if near is None else f"; did you mean {near!r}?")

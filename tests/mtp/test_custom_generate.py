@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from decode.decoder import Decoder
 from mtp.base import FrozenBase
@@ -19,10 +21,11 @@ from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import export
 from mtp.formats.interface import Content
-from mtp.formats.payload.generate import Draws, Run, load_heads, settle
+from mtp.formats.payload.generate import Draws, Run, generate, is_another, load_heads, settle
 from mtp.heads import Heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
 from tests.mtp.heads_toys import KINDS
+from tests.tiny import save_tiny
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"{kind} on llama": ("llama", kind, {}) for kind in KINDS},
@@ -70,6 +73,7 @@ def test_it_drafts_and_decodes_as_the_engine_does(case: str, tmp_path: Path) -> 
     folder = export(heads, base, "custom_generate", tmp_path / "out").folder
     assert {path.name for path in folder.rglob("*")} >= {"custom_generate", "generate.py", "draft_heads.py"}
     assert not list(folder.rglob("__pycache__"))
+    assert not is_another(base.model, heads.config.to_json())
     decoder = Decoder(base, heads)
     greedy = decoder.generate(PROMPT, max_new_tokens=LENGTH)
     assert payload(base, folder, {}) == greedy.token_ids
@@ -159,6 +163,7 @@ def test_a_clean_process_offline(tmp_path: Path) -> None:
     for name, told in zip(("num_beams", "repetition_penalty", "draft_length", "top_kk"), report["told"], strict=True):
         assert name in told
     assert report["decode"] is False
+    assert "were trained for" not in done.stderr
 
 
 def test_nothing_of_mtp_is_imported(tmp_path: Path) -> None:
@@ -197,3 +202,113 @@ def test_text_that_cannot_be_taken(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             settle(base.model, None, asked, 2)
+
+
+NAN = float("nan")
+ODD: list[dict[str, Any]] = [
+    *({"temperature": value} for value in (0.0, -1.0, NAN, 2, "a", 1, 0.5, 1e-3, 1e30)),
+    *({"top_k": value} for value in (-1, 2.5, "a", 0, 1, 10**6)),
+    *({"top_p": value} for value in (-0.1, "a", 0.0, 1e-45, 0.3, 1.0, 2.0)),
+    *({"min_p": value} for value in (-0.1, 2.0, NAN, "a", 0.0, 0.3, 1.0)),
+    {"top_p": 0.0, "min_p": 1.0, "temperature": 0.01},
+    {"max_new_tokens": 0},
+    {"max_new_tokens": "a"},
+    {"max_length": len(PROMPT)},
+]
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> tuple[FrozenBase, Path]:
+    """A base, and heads for it as written."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    base, heads = made("recurrent on llama", folder)
+    return base, export(heads, base, "custom_generate", folder / "out").folder
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("asked", ODD, ids=str)
+def test_odd_settings_are_refused_or_mean_what_they_mean_to_transformers(
+    asked: dict[str, Any], recurrent: tuple[FrozenBase, Path]
+) -> None:
+    base, folder = recurrent
+    told = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    length = {} if "max_length" in asked else {"max_new_tokens": 1}
+    settings = {**length, "do_sample": True, **asked}
+    try:
+        theirs = base.model.generate(torch.tensor([PROMPT]), **settings, **told)
+    except (ValueError, TypeError, RuntimeError):
+        with pytest.raises(ValueError, match=f"^{next(iter(asked))} is .*; use "):
+            settle(base.model, None, settings, len(PROMPT))
+        return
+    found = settle(base.model, None, settings, len(PROMPT))
+    run = Run(base.model, load_heads(base.model, folder), found, Draws(0))
+    torch.testing.assert_close(run.law(theirs.logits[0][0].float()), theirs.scores[0][0].softmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_settings_of_sampling_do_not_matter_greedily(recurrent: tuple[FrozenBase, Path]) -> None:
+    base, folder = recurrent
+    odd = {"temperature": -1.0, "top_p": -1.0, "min_p": 9.0, "top_k": -1}
+    theirs = base.model.generate(torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, **odd)
+    assert payload(base, folder, odd) == theirs[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("length", [1, 7, 30])
+@pytest.mark.parametrize(
+    "asked", [{}, {"max_length": 40}, {"max_new_tokens": 3}, {"max_length": 40, "max_new_tokens": 5}]
+)
+def test_as_many_tokens_as_transformers_gives(
+    length: int, asked: dict[str, Any], recurrent: tuple[FrozenBase, Path]
+) -> None:
+    base, _ = recurrent
+    theirs = base.model.generate(torch.full((1, length), 5), do_sample=False, eos_token_id=[], **asked)
+    assert settle(base.model, None, asked, length)["max_new_tokens"] == theirs.shape[1] - length
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        *(({"draft_length": value}, "draft_length is .* 0 to 3, a whole number") for value in ("2", 2.0, True, -1, 4)),
+        *(({"seed": value}, "seed is .*whole number from 0") for value in ("a", 1.5, -1, True)),
+        ({"heads": 3}, "heads is 3; give heads="),
+        ({"heads": None}, "heads is missing"),
+        ({"input_ids": PROMPT}, "input_ids is .*a tensor"),
+        ({"input_ids": torch.tensor(PROMPT)}, "input_ids is .*a tensor"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; use a token id"),
+        ({"token_type_ids": torch.zeros(1, 7)}, "token_type_ids cannot be honoured"),
+        ({"token_type_ids": torch.zeros(1, 1)}, "token_type_ids cannot be honoured"),
+        ({"position_ids": torch.arange(1, 8)[None]}, "position_ids cannot be honoured here, unless they are 0 to 6"),
+        ({"position_ids": 0}, "position_ids cannot be honoured"),
+        ({"attention_mask": [[1] * 7]}, "attention_mask hides tokens"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_kind(asked: dict[str, Any], told: str, recurrent: tuple[FrozenBase, Path]) -> None:
+    base, folder = recurrent
+    given = {"input_ids": torch.tensor([PROMPT]), "heads": str(folder), "max_new_tokens": 3}
+    with pytest.raises(ValueError, match=told):
+        generate(base.model, **(given | asked))
+
+
+def test_what_changes_nothing_is_taken(recurrent: tuple[FrozenBase, Path]) -> None:
+    base, folder = recurrent
+    text = torch.tensor([PROMPT])
+    plain = generate(base.model, text, heads=str(folder), max_new_tokens=LENGTH)
+    given = {"position_ids": torch.arange(len(PROMPT))[None], "attention_mask": torch.ones_like(text)}
+    ends = {"eos_token_id": torch.tensor(base.eos_token_ids)}
+    assert torch.equal(generate(base.model, text, heads=folder, max_new_tokens=LENGTH, **given, **ends), plain)
+
+
+def test_another_base_of_the_same_sizes_is_told(recurrent: tuple[FrozenBase, Path], tmp_path: Path) -> None:
+    """The text is that base's own; the heads' own base is none, in whatever precision."""
+    base, folder = recurrent
+    other = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path / "other", seed=1)).eval()
+    with pytest.warns(UserWarning, match=f"were trained for {base.name}, and .*others: .*fewer drafts are accepted"):
+        found = generate(other, torch.tensor([PROMPT]), heads=str(folder), max_new_tokens=LENGTH)
+    assert torch.equal(found, other.generate(torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = AutoModelForCausalLM.from_pretrained(base.name, dtype=dtype).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_heads(own, folder)

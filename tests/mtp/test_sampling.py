@@ -179,6 +179,15 @@ def test_numbers_that_float32_cannot_work_with_are_refused(options: dict[str, fl
         SamplingConfig(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1e-30}, {"temperature": 1e30}, {"temperature": 1.0, "top_p": 1e-30}]
+)
+def test_the_bounds_themselves_are_taken(options: dict[str, float]) -> None:
+    found = to_probs(torch.tensor([[1.0, 3.0, 2.0]]), SamplingConfig(**options))  # type: ignore[arg-type]
+    hot = options["temperature"] == 1e30
+    torch.testing.assert_close(found, torch.full((1, 3), 1 / 3) if hot else torch.tensor([[0.0, 1.0, 0.0]]))
+
+
 def test_masked_tokens_stay_impossible() -> None:
     logits = torch.tensor([[1.0, -math.inf, 0.5]])
     for config in (

@@ -305,8 +305,23 @@ def test_without_a_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Non
     assert same(heads, Heads.from_pretrained("you/heads"))
     with pytest.raises(UserError, match="the Hub cannot be reached, and its local cache does not have it"):
         Heads.from_pretrained("you/other")
-    with pytest.raises(UserError, match="the Hub cannot be reached"):
-        heads.push_to_hub("you/heads")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_sending_without_a_network(offline: bool, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What helps is told for sending: no cache, and no other folder."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    huggingface_hub.close_session()
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError) as told:
+        shared().push_to_hub("you/heads")
+    why = {
+        False: "the Hub cannot be reached; look at the network (and at HF_ENDPOINT, if that is set), and repeat",
+        True: "HF_HUB_OFFLINE forbids the network; repeat",
+    }
+    assert str(told.value).startswith(f"--repo you/heads: {why[offline]} the command")
+    assert not any(word in str(told.value) for word in ("cache", "folder", "load", "download"))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -356,6 +371,26 @@ def test_the_command_shows_sends_and_others_can_use_it(
     assert capsys.readouterr().out == theirs
 
 
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "both targets": (["--create-pr", "--revision", "foo"], "--revision is foo, but a pull request goes to the main"),
+    "licence": (["--license", "nonsense"], "--license is 'nonsense'; use one of the Hub's identifiers"),
+    "near licence": (["--license", "apache"], "did you mean 'apache-2.0'?"),
+    "name": (["--repo", "a/b/c"], "--repo is 'a/b/c'"),
+    "base": (["--base-model", "base"], "--base-model is 'base'; name a base on the Hub"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_what_would_be_sent_is_checked_as_what_is_sent(
+    case: str, dry: list[str], hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_heads(shared(), tmp_path / "heads")
+    more, message = REFUSED[case]
+    code, out, err = push(capsys, "--heads", folder, "--repo", "you/heads", "--license", "mit", *more, *dry)
+    assert (code, out, message in err, hub.asked) == (2, "", True, []), err
+
+
 def test_the_command_sends_nothing_that_is_not_whole(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,5 +410,5 @@ def test_the_command_sends_nothing_that_is_not_whole(
 
 def test_the_hub_may_refuse_the_card(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(UserError, match='"license" must be one of'):
-        shared().push_to_hub("you/heads", license="no-such-thing")
+        shared().push_to_hub("you/heads", card="---\nlicense: no-such-thing\n---\n# Mine\n")
     assert list(hub.repos["you/heads"].commits.values()) == [{}]

@@ -120,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
 def prove(options: argparse.Namespace) -> dict[str, Any]:
     """All cases one after the other, each with a server of its own."""
     find_port(options.port)
+    check_one_base(options.heads)
     versions = vllm_versions(options.vllm)
     limit = 8 if (options.limit, options.per_category) == (None, None) else options.limit
     found = read_categorised(options.prompts, limit, options.per_category)
@@ -230,14 +231,28 @@ def load(heads: str) -> Decoder:
     return Decoder.from_pretrained(heads, base, device="cpu", dtype="float32", compile="off", on_progress=say)
 
 
+def check_one_base(heads: Sequence[str]) -> None:
+    """UserError where these belong to several bases: one is served, and what is compared are drafts for its text."""
+    bases = {one: read_config(find_heads(one)).base for one in heads}
+    first = bases[heads[0]]
+    for one, base in bases.items():
+        if (base.fingerprint or base.name) != (first.fingerprint or first.name):
+            raise UserError(
+                f"--heads {heads[0]} are for the base {first.name}, and {one} for {base.name} with other weights; "
+                "give heads of one base, and run the proof once for each."
+            )
+
+
 def vllm_versions(python: Path) -> dict[str, str]:
     """Versions in the other environment. UserError where it has no vLLM."""
     try:
         told = subprocess.run([str(python), "-c", _VERSIONS], capture_output=True, text=True, check=True, env={})
+        return dict(zip(_PACKAGES, told.stdout.splitlines()[-1].split(), strict=True))
     except (OSError, subprocess.CalledProcessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        raise UserError(f"--vllm {python} cannot import vLLM ({why}); name the python of its environment.") from None
-    return dict(zip(_PACKAGES, told.stdout.splitlines()[-1].split(), strict=True))
+    except (IndexError, ValueError):  # another program, or something that is no text
+        why = "it does not tell its versions"
+    raise UserError(f"--vllm {python} cannot import vLLM ({why}); name the python of its environment.")
 
 
 def say(text: str) -> None:

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from decode import Decoder
-from mtp.config import HeadsOptions
+from mtp.config import BaseRef, HeadsOptions
 from mtp.errors import UserError
 from mtp.formats.export import export
+from mtp.hub import save_heads
 from mtp.initialise import new_heads
 from tests.mtp.format_toys import base_for_formats, heads_on
+from tests.mtp.heads_toys import toy_heads
 from tests.serving.ours import Difference, count, difference, follow
-from tests.serving.proof import Case, arguments, main, spoil
+from tests.serving.proof import Case, arguments, check_one_base, main, spoil
 from tests.serving.server import HOST, Counts, find_port, read_counts, serve
 from tests.tiny import exact_base
 
@@ -146,6 +148,33 @@ def test_a_server_that_dies_under_a_request(
         assert server.counts() == Counts(0, [])
         with pytest.raises(UserError, match=re.compile(told, re.DOTALL)):
             server.answer([{"role": "user", "content": "hello"}], 3)
+
+
+@pytest.mark.parametrize("says", ["exit 0", "echo", "echo hello", "echo 1 2 3 4", "printf '\\377'", "exit 3"])
+def test_a_program_that_is_no_python_with_vllm(
+    says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.serving.proof.check_one_base", lambda heads: None)
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{says}\n")
+    fake.chmod(0o755)
+    assert main(["--vllm", str(fake)]) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"error: --vllm \S+ cannot import vLLM \(.+\); name the python of its environment.\n", said), (
+        said
+    )
+
+
+def test_heads_of_several_bases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for name, base in (("one", "org/a"), ("same", "org/a"), ("other", "org/b")):
+        told = BaseRef(name=base, fingerprint=f"{base}'s")
+        folders.append(str(save_heads(toy_heads("medusa", base=told), tmp_path / name)))
+    check_one_base(folders[:2])
+    assert main(["--vllm", "/bin/true", "--heads", *folders]) == 1
+    said = capsys.readouterr().err
+    assert f"--heads {folders[0]} are for the base org/a, and {folders[2]} for org/b" in said
+    assert "give heads of one base" in said
 
 
 def test_a_server_that_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

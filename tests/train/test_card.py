@@ -66,3 +66,5 @@ def test_a_run_without_records_still_gets_a_card(run: Path, tmp_path: Path) -> N
 def test_a_licence_that_cannot_be_one() -> None:
     with pytest.raises(UserError, match="run.license is 'My own'; use one of the Hub's identifiers"):
         RunOptions(license="My own")
+    with pytest.raises(UserError, match=r"run.license is 'apache2'; .*did you mean 'apache-2.0'\?"):
+        RunOptions(license="apache2")

@@ -1,1 +1,2 @@
-"""The two files that an export for transformers' `custom_generate` carries with it; they need nothing of `mtp`."""
+"""Two files that an export for transformers' `custom_generate` carries with it; of `mtp` they need `fingerprint.py`,
+which goes along."""
