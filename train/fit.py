@@ -168,6 +168,7 @@ def fit_among(processes: Processes, cli: TrainCLI, arguments: list[str]) -> None
     with cli.no_empty_run():
         tell = lambda fault: print(f"error: {fault}; {lost(cli.folder)}.", file=sys.stderr, flush=True)  # noqa: E731
         processes.join(cli.model, tell)
+        cli.folder = Path(processes.share(str(cli.folder)))  # so that every process can say how to go on
         prepare(processes, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
     if checkpoint is None:  # a resumed run keeps the record of its start
         write_config(cli)

@@ -248,6 +248,77 @@ def test_a_killed_process_ends_the_run_which_goes_on_anywhere(strategy: str, ran
     assert apart(left["state_dict"], final_state(whole)) > 1e-3, "the control: what was left to train matters"
 
 
+ENDLESS = LONG | {"trainer__max_steps": 10**6}
+
+
+def begun(ranks: Ranks, folder: Path, strategy: str) -> tuple[list[int], Path]:
+    """Two processes of a run that would never end, with a checkpoint; their ids, and the checkpoint."""
+    two = ["--trainer.devices", "2", "--trainer.strategy", strategy]
+    pids = ranks.start(["--config", str(job(folder, **ENDLESS)), *two], folder / "said")
+    checkpoint = folder / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + PATIENCE
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return pids, checkpoint
+
+
+@pytest.mark.parametrize(
+    ("victim", "strategy"),
+    [(0, "ddp"), (1, "ddp"), *(pytest.param(victim, "fsdp", marks=pytest.mark.slow) for victim in (0, 1))],
+)
+def test_a_process_that_is_told_to_end_ends_the_run(victim: int, strategy: str, ranks: Ranks, tmp_path: Path) -> None:
+    """SIGTERM to one while the other waits for it, or it for the other. Both say how to go on."""
+    pids, checkpoint = begun(ranks, tmp_path, strategy)
+    os.kill(pids[victim], signal.SIGTERM)
+    told = time.monotonic()
+    codes = ranks.codes()
+    said = (tmp_path / "said").read_text()
+    assert codes == [2, 2], said[-3000:]
+    assert time.monotonic() - told < 60
+    assert "Traceback" not in said
+    errors = sorted(line for line in said.splitlines() if line.startswith("error: "))
+    assert len(errors) == 2, "one of each"
+    assert errors[0].startswith("error: another process of this run ended")
+    assert errors[1].startswith(f"error: process {victim} of 2 (PID {pids[victim]}) was told to end by SIGTERM")
+    assert all(f"--ckpt_path {checkpoint} goes on" in line for line in errors)
+
+
+@pytest.mark.parametrize("late", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_who_is_told_to_end_because_another_was_lost_still_says_how_to_go_on(
+    late: float, ranks: Ranks, tmp_path: Path
+) -> None:
+    """As torchrun does: one is killed, and the others get SIGTERM while they notice. So does the second of two."""
+    pids, checkpoint = begun(ranks, tmp_path, "ddp")
+    os.kill(pids[0], signal.SIGKILL)
+    time.sleep(late)
+    os.kill(pids[1], signal.SIGTERM)
+    codes = ranks.codes()
+    said = (tmp_path / "said").read_text()
+    assert codes == [-signal.SIGKILL, 2], said[-3000:]
+    (error,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert f"--ckpt_path {checkpoint} goes on" in error
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_one_that_is_stuck_can_be_told_to_end(ranks: Ranks, tmp_path: Path) -> None:
+    """Its main thread is in foreign code, where no handler of Python's runs."""
+    pids, checkpoint = begun(ranks, tmp_path, "ddp")
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(pids[0], signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not ended(pids[0]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ended(pids[0])
+    os.kill(pids[1], signal.SIGKILL)
+    assert ranks.codes() == [2, -signal.SIGKILL]
+    said = (tmp_path / "said").read_text()
+    assert "process 0 of 2" in said
+    assert "was told to end by SIGTERM; nothing before step" in said
+    assert f"--ckpt_path {checkpoint} goes on" in said
+
+
 @pytest.mark.slow
 def test_spread_heads_resume_alone_and_alone_ones_spread(ranks: Ranks, tmp_path: Path) -> None:
     """Muon, whose steps need whole matrices, and a stream of data, on either side of a change of hands."""
@@ -278,10 +349,11 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("victim", ["first", "second"])
-def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, tmp_path: Path) -> None:
+def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, sign: int, tmp_path: Path) -> None:
     """Here one process starts the other, and each looks after the other."""
-    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, **(LONG | {"trainer__max_steps": 10**6})))]
+    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, **ENDLESS))]
     command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
     checkpoint, said = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt", tmp_path / "said"
     with said.open("w") as file:
@@ -291,11 +363,13 @@ def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, tmp_path:
         while not checkpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-        os.kill(process.pid if victim == "first" else child, signal.SIGKILL)
-        if victim == "second":
+        os.kill(process.pid if victim == "first" else child, sign)
+        if victim == "second" or sign == signal.SIGTERM:
             assert process.wait(60) == 2
-            assert "process 1 of 2 (PID" in said.read_text()
-            assert "was killed by SIGKILL" in said.read_text()
+            assert f"process {int(victim == 'second')} of 2 (PID" in said.read_text()
+            how = "killed by SIGKILL" if sign == signal.SIGKILL else "told to end by SIGTERM"
+            assert f"was {how}" in said.read_text()
+            assert f"--ckpt_path {checkpoint} goes on" in said.read_text()
         deadline = time.monotonic() + 60
         while not ended(child) and time.monotonic() < deadline:
             time.sleep(0.1)
