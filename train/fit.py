@@ -50,6 +50,7 @@ from train.run import (
     write_provenance,
 )
 from train.schema import TRAINER_DEFAULTS, schema
+from train.stream import BadRecord
 
 ALIASES = {"--quiet": ("--run.verbosity", "quiet"), "--verbose": ("--run.verbosity", "verbose")}
 
@@ -182,6 +183,8 @@ def train(cli: TrainCLI, checkpoint: Path | None) -> None:
     try:
         with handler_kept():
             cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
+    except BadRecord as error:  # of a stream; elsewhere all records are read before the first step
+        raise UserError(f"{error} Leave the records before it as they are; {lost(cli.folder)}.") from error
     except SystemExit:
         if cli.trainer.interrupted:  # Lightning turns Ctrl-C into an exit
             raise KeyboardInterrupt from None
