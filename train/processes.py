@@ -22,6 +22,7 @@ import lightning
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from mtp.errors import UserError
 from train.interrupt import ToldToEnd
@@ -35,6 +36,14 @@ _SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCC
 
 def chosen_strategy(value: Any) -> Any:
     """What `trainer.strategy` says, where `fsdp` means this project's: base and heads are sharded, on a CPU too."""
+    name = value if isinstance(value, str) else type(value).__name__
+    start = name if isinstance(value, str) else str(getattr(value, "_start_method", "popen"))
+    if any(word in start for word in ("spawn", "fork", "notebook")):  # they copy a process that is not prepared yet
+        how = "" if isinstance(value, str) else f" with start_method {start}"
+        raise UserError(
+            f"trainer.strategy is {name}{how}; the processes of a run are started from its command line: allowed is "
+            "ddp, fsdp or auto; use ddp."
+        )
     if isinstance(value, str) and value.split("_")[0] in ("fsdp", "fsdp2"):
         if value not in ("fsdp", "fsdp2"):
             raise UserError(f"trainer.strategy is {value}; allowed is fsdp, without variants, ddp or auto.")
@@ -72,6 +81,11 @@ class Processes:
         strategy.connect(model)
         launcher = strategy.launcher
         if launcher is not None and not strategy.cluster_environment.creates_processes_externally:
+            if not isinstance(launcher, _SubprocessScriptLauncher):  # what auto means in a notebook
+                raise UserError(
+                    "trainer.strategy is auto, which has no processes of its own in a notebook; start mtp-train from a "
+                    "command line, or set trainer.devices 1."
+                )
             launcher._call_children_scripts()  # what launch() would do at fit; it sees that they are there
             self._children = launcher.procs
         self._note_signals()
