@@ -174,6 +174,7 @@ def fit_among(processes: Processes, cli: TrainCLI, arguments: list[str]) -> None
     if checkpoint is None:  # a resumed run keeps the record of its start
         write_config(cli)
         write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
+    write_outcome(cli.folder, {"devices": cli.trainer.world_size})  # of this sitting
     cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
     train(cli, checkpoint)
 

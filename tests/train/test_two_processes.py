@@ -4,6 +4,7 @@ and heads are whole on both (ddp) or spread (fsdp). One that is lost ends the ru
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +19,15 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from mtp.errors import UserError
 from mtp.hub import load_heads
 from tests.train.ranks import Ranks
 from tests.train.runs import job, read_metrics, train
 from tests.train.test_cli import final_state
-from train.processes import Processes
+from train.prepare import idle_warning
+from train.processes import Processes, chosen_strategy
 
 CHANGES: dict[str, Any] = {
     "data__batch_size": 2,
@@ -246,6 +250,48 @@ def test_a_killed_process_ends_the_run_which_goes_on_anywhere(strategy: str, ran
         assert found["global_step"] == 60
         assert apart(found["state_dict"], final_state(whole)) < 1e-4
     assert apart(left["state_dict"], final_state(whole)) > 1e-3, "the control: what was left to train matters"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [name for name in StrategyRegistry.available_strategies() if re.match("ddp_(spawn|fork|notebook)", name)]
+    + [DDPStrategy(start_method="spawn"), DDPStrategy(start_method="fork")],
+)
+def test_processes_that_are_no_command_lines_are_refused(value: Any) -> None:
+    with pytest.raises(UserError, match=r"trainer.strategy is .*allowed is ddp, fsdp or auto; use ddp"):
+        chosen_strategy(value)
+
+
+def test_other_strategies_are_taken_as_they_are() -> None:
+    for value in ("auto", "ddp", "ddp_find_unused_parameters_true", DDPStrategy()):
+        assert chosen_strategy(value) is value
+
+
+def test_what_auto_means_in_a_notebook_is_refused() -> None:
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook", logger=False, barebones=True)
+    with pytest.raises(UserError, match="start mtp-train from a command line, or set trainer.devices 1"):
+        Processes(trainer).join(lightning.LightningModule(), print)
+
+
+def test_processes_without_a_batch_are_warned_of() -> None:
+    told = idle_warning(1, 3, 4)
+    assert told is not None
+    assert "fewer batches (1) than there are processes (3): 2 of them will have none" in told
+    assert "use fewer (trainer.devices, trainer.num_nodes), lower data.batch_size (4), or give more data" in told
+    assert "batch_size" not in str(idle_warning(1, 2, 1)), "which cannot be lower"
+    assert idle_warning(2, 2, 4) is None
+
+
+@pytest.mark.slow
+def test_one_batch_for_two_is_told_before_the_first_step_and_the_card_counts_both(ranks: Ranks, tmp_path: Path) -> None:
+    changes = LONG | {"data__batch_size": 100, "data__packing": True, "trainer__max_steps": 1, "data__val_size": 0}
+    config = str(job(tmp_path, **(changes | {"data__limit": 3})))
+    said = ranks.run(["--config", config, "--trainer.devices", "2", "--trainer.strategy", "ddp"], tmp_path / "said")
+    warning = "warning: an epoch has fewer batches (1) than there are processes (2): 1 of them will have none"
+    assert said.count(warning) == 1, "one process speaks"
+    assert said.index(warning) < said.index("before the first step")
+    card = (tmp_path / "runs" / "tiny" / "heads" / "README.md").read_text()
+    assert "| rows in a batch | 200, 100 on each of 2 devices |" in card
 
 
 ENDLESS = LONG | {"trainer__max_steps": 10**6}
