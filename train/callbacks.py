@@ -51,7 +51,8 @@ def _fitting(trainer: lightning.Trainer) -> bool:
 
 
 class StopBetweenSteps(lightning.Callback):
-    """The first Ctrl-C in training lets the step end and saves it; the second, and one in validation, stops at once.
+    """The first Ctrl-C or SIGTERM in training lets the step end and saves it; the second, and one in validation, stops
+    at once.
 
     Before a validation, which may take long, the steps are saved too, unless it comes in the middle of a step: what is
     accumulated is in no checkpoint. Several processes stop at once always: they would not all be in the same step.
@@ -60,7 +61,9 @@ class StopBetweenSteps(lightning.Callback):
 
     def __init__(self, last: LastCheckpoint, say: Callable[[str], None]) -> None:
         self.last, self._step, self._between, self._saved = last, 0, True, False
-        self.patience = Patience(lambda: say("Ctrl-C: this step is finished and saved first; again: stop at once"))
+        self.patience = Patience(
+            lambda name: say(f"{name}: this step is finished and saved first; again: stop at once")
+        )
 
     def _hold(self, trainer: lightning.Trainer) -> None:
         if trainer.world_size == 1:
@@ -74,7 +77,7 @@ class StopBetweenSteps(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._between = trainer.global_step > self._step
-        if self._between and self.patience.asked:
+        if self._between and self.patience.asked is not None:
             trainer.save_checkpoint(self.last.path)
             self._saved = True
         self._step = trainer.global_step
@@ -104,7 +107,7 @@ class StopBetweenSteps(lightning.Callback):
 
     def _stop_if_saved(self) -> None:
         if self._saved:
-            raise KeyboardInterrupt
+            self.patience.end()
 
 
 class ExportHeads(lightning.Callback):

@@ -97,7 +97,7 @@ def _recipe(settings: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[
         yield "start", f"`{Path(str(start)).name}`" if start else str(_at(settings, "model.heads.init"))
         yield "loss", weights or "-"
         yield "optimiser", f"{optimizer.get('kind')}, learning rate {optimizer.get('lr')}"
-        yield "rows in a batch", str(batch)
+        yield "rows in a batch", _rows(batch, record.get("devices", 1))
         yield "precision", str(_at(settings, "trainer.precision") or "float32")
     if "tokens_trained" in record:
         yield "steps", f"{record['steps']:,}"
@@ -109,6 +109,11 @@ def _recipe(settings: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[
         yield "versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         if record.get("git_revision"):
             yield "revision of mtp", f"`{record['git_revision']}`"
+
+
+def _rows(batch: int, devices: int) -> str:
+    """Of the batches of all devices, which make one step."""
+    return str(batch) if devices == 1 else f"{batch * devices}, {batch} on each of {devices} devices"
 
 
 def _acceptance(count: int, best: Mapping[str, float]) -> Iterator[tuple[str, ...]]:

@@ -20,7 +20,7 @@ from train.loader import Batch, FixedLoader, ResumableLoader
 from train.order import Part
 from train.records import Record
 from train.report import DataReport, total
-from train.sources import held_out, parse_mixture, read_sources, without_prompts
+from train.sources import held_out, name_of, parse_mixture, read_sources, without_prompts
 from train.stream import ENDLESS, RowStream, StreamLoader
 from train.template import Tokenizer
 from train.token_cache import Encoded, encode_cached
@@ -177,7 +177,14 @@ class ChatDataModule(lightning.LightningDataModule):
             world_size=world_size,
             row_length=self.max_length if self.packing else None,
             length=ENDLESS if self.trainer is None else self.trainer.max_steps * self.trainer.accumulate_grad_batches,
-            identity={"sources_named": names, "buffer": self.stream_buffer, "max_length": self.max_length},
+            identity={
+                "sources_named": names,
+                "buffer": self.stream_buffer,
+                "max_length": self.max_length,
+                "val_size": None if self.val_sources else self.val_size,
+                "stream_sample": self.stream_sample,
+                "held_out": name_of(self._held),
+            },
         )
 
     def _encode_block(self, records: list[Record]) -> list[Example]:

@@ -50,6 +50,7 @@ from train.run import (
     write_provenance,
 )
 from train.schema import TRAINER_DEFAULTS, schema
+from train.stream import BadRecord
 
 ALIASES = {"--quiet": ("--run.verbosity", "quiet"), "--verbose": ("--run.verbosity", "verbose")}
 
@@ -168,10 +169,12 @@ def fit_among(processes: Processes, cli: TrainCLI, arguments: list[str]) -> None
     with cli.no_empty_run():
         tell = lambda fault: print(f"error: {fault}; {lost(cli.folder)}.", file=sys.stderr, flush=True)  # noqa: E731
         processes.join(cli.model, tell)
+        cli.folder = Path(processes.share(str(cli.folder)))  # so that every process can say how to go on
         prepare(processes, cli.model, cli.datamodule, cli.folder, default_home(os.environ), cli.console)
     if checkpoint is None:  # a resumed run keeps the record of its start
         write_config(cli)
         write_provenance(cli.folder, cli.config["seed_everything"], ["mtp-train", *arguments])
+    write_outcome(cli.folder, {"devices": cli.trainer.world_size})  # of this sitting
     cli.trainer.loggers = make_loggers(cli.config_init["run"], cli.folder, plain(cli.config))
     train(cli, checkpoint)
 
@@ -181,6 +184,8 @@ def train(cli: TrainCLI, checkpoint: Path | None) -> None:
     try:
         with handler_kept():
             cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=checkpoint and str(checkpoint), weights_only=True)
+    except BadRecord as error:  # of a stream; elsewhere all records are read before the first step
+        raise UserError(f"{error} Leave the records before it as they are; {lost(cli.folder)}.") from error
     except SystemExit:
         if cli.trainer.interrupted:  # Lightning turns Ctrl-C into an exit
             raise KeyboardInterrupt from None

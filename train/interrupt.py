@@ -1,4 +1,4 @@
-"""Ctrl-C: what to tell whoever pressed it, and stopping between two steps instead of within one.
+"""Ctrl-C and SIGTERM: what to tell whoever sent it, and stopping between two steps instead of within one.
 
 Knows: signals, and command lines as text. Refuses to know: what was being done.
 """
@@ -14,6 +14,10 @@ from typing import Any
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C in a command that can say how to go on."""
+
+
+class ToldToEnd(BaseException):
+    """SIGTERM. No `except Exception` on its way out, of which libraries have many, keeps it."""
 
 
 def command_line(arguments: Sequence[str]) -> str:
@@ -56,27 +60,40 @@ def handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-class Patience:
-    """While it is held, the first Ctrl-C is remembered as `asked`; the second interrupts at once.
+ENDINGS: dict[int, tuple[str, type[BaseException]]] = {
+    signal.SIGINT: ("Ctrl-C", KeyboardInterrupt),
+    signal.SIGTERM: ("SIGTERM", ToldToEnd),
+}
 
-    Only the main thread can hold it; elsewhere Ctrl-C stays as it is.
+
+class Patience:
+    """While it is held, the first Ctrl-C or SIGTERM is remembered as `asked`, and `on_first` gets its name; the second
+    ends at once.
+
+    Only the main thread can hold it; elsewhere signals stay as they are.
     """
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self.on_first, self.asked = on_first, False
-        self._before: Any = None
+    def __init__(self, on_first: Callable[[str], None]) -> None:
+        self.on_first = on_first
+        self.asked: int | None = None
+        self._before: dict[int, Any] = {}
 
     def hold(self) -> None:
-        if self._before is None and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
+        if not self._before and threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in ENDINGS}
 
     def release(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def end(self) -> None:
+        """What the signal that was remembered asked for. Raises KeyboardInterrupt or ToldToEnd."""
+        assert self.asked is not None
+        raise ENDINGS[self.asked][1]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        self.on_first()
+        if self.asked is not None:
+            raise ENDINGS[number][1]
+        self.asked = number
+        self.on_first(ENDINGS[number][0])

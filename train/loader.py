@@ -129,6 +129,8 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Moves the cursor. Between epochs anything may have changed; inside one, other data is a UserError. Another
         number of ranks is not, where it comes out even: the batches of all ranks are the same."""
+        if "world_size" not in state:
+            raise UserError("the checkpoint is of a run with data.streaming; resume with it true.")
         now = self._identity()
         batch = rescaled(int(state["batch"]), int(state["world_size"]), self.world_size)
         changed = [key for key, value in now.items() if state.get(key) != value]
@@ -158,7 +160,7 @@ class ResumableLoader:
 
     def _identity(self) -> dict[str, int | str]:
         if self._digest is None:
-            self._digest = _digest(self.examples)
+            self._digest = digest_of(self.examples)
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -181,7 +183,7 @@ def rescaled(batches: int, before: int, now: int) -> int:
     return taken
 
 
-def _digest(examples: Sequence[Example]) -> str:
+def digest_of(examples: Sequence[Example]) -> str:
     """A short name for the examples: lengths, tokens and marks, in order."""
     digest = hashlib.sha256()
     for example in examples:

@@ -46,6 +46,10 @@ def prepare(
     model.build(data)
     model.on_start = starting_bar(console)
     introduce(model, data, folder, base, console)
+    if processes.count > 1 and processes.rank == 0 and not data.streaming:
+        idle = idle_warning(len(data.all_batches()), processes.count, data.batch_size)
+        if idle:
+            warn(console, idle)
     emulated = half_precision_warning(base, str(trainer.precision))
     if emulated:
         warn(console, emulated)
@@ -128,6 +132,18 @@ def introduce(model: HeadsModule, data: ChatDataModule, folder: Path, base: Froz
         warn(console, f"warning: {warning}")
     say("first example, supervised tokens between ⟦ and ⟧:", highlight=False)
     say(data.preview()[0], highlight=False, markup=False)
+
+
+def idle_warning(batches: int, processes: int, batch_size: int) -> str | None:
+    """Of an epoch that has fewer batches than there are processes."""
+    if batches >= processes:
+        return None
+    fewer = "use fewer (trainer.devices, trainer.num_nodes)"
+    smaller = f", lower data.batch_size ({batch_size})" if batch_size > 1 else ""
+    return (
+        f"warning: an epoch has fewer batches ({batches}) than there are processes ({processes}): "
+        f"{processes - batches} of them will have none and learn nothing; {fewer}{smaller}, or give more data."
+    )
 
 
 def half_precision_warning(base: FrozenBase, precision: str) -> str | None:

@@ -1,6 +1,7 @@
 """The processes of one run: started together before anything is prepared, and ended together when one is lost.
 
-Knows: Lightning's launcher, how long to wait for whom, and how a lost process shows. Refuses to know: what is trained.
+Knows: Lightning's launcher and signals, how long to wait for whom, and how a lost process shows. Refuses to know: what
+is trained.
 
 Processes are started by this program on one node (`trainer.devices`), or by torchrun or Slurm on one or several; see
 configs/one-node-8-gpus.yaml and configs/fsdp-70b-several-nodes.yaml.
@@ -14,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import lightning
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from mtp.errors import UserError
+from train.interrupt import ToldToEnd
 from train.sharded import ShardedStrategy
 
 PREPARING = timedelta(days=2)  # that processes wait for others which tokenise, download or run the base
@@ -32,6 +36,14 @@ _SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCC
 
 def chosen_strategy(value: Any) -> Any:
     """What `trainer.strategy` says, where `fsdp` means this project's: base and heads are sharded, on a CPU too."""
+    name = value if isinstance(value, str) else type(value).__name__
+    start = name if isinstance(value, str) else str(getattr(value, "_start_method", "popen"))
+    if any(word in start for word in ("spawn", "fork", "notebook")):  # they copy a process that is not prepared yet
+        how = "" if isinstance(value, str) else f" with start_method {start}"
+        raise UserError(
+            f"trainer.strategy is {name}{how}; the processes of a run are started from its command line: allowed is "
+            "ddp, fsdp or auto; use ddp."
+        )
     if isinstance(value, str) and value.split("_")[0] in ("fsdp", "fsdp2"):
         if value not in ("fsdp", "fsdp2"):
             raise UserError(f"trainer.strategy is {value}; allowed is fsdp, without variants, ddp or auto.")
@@ -44,7 +56,7 @@ def chosen_strategy(value: Any) -> Any:
 
 
 class Processes:
-    """This process among those of its run. Alone, everything here does nothing."""
+    """This process among those of its run. Alone, there is nothing to start, to wait for or to look after."""
 
     def __init__(self, trainer: lightning.Trainer) -> None:
         self.trainer = trainer
@@ -53,6 +65,8 @@ class Processes:
         self._children: list[subprocess.Popen[bytes]] = []
         self._waiting: Any = None
         self._done = threading.Event()
+        self._ending = False  # and a signal can tell nothing new
+        self._signals = -1  # a pipe's end with the numbers of those that came
 
     @property
     def several(self) -> bool:
@@ -67,8 +81,14 @@ class Processes:
         strategy.connect(model)
         launcher = strategy.launcher
         if launcher is not None and not strategy.cluster_environment.creates_processes_externally:
+            if not isinstance(launcher, _SubprocessScriptLauncher):  # what auto means in a notebook
+                raise UserError(
+                    "trainer.strategy is auto, which has no processes of its own in a notebook; start mtp-train from a "
+                    "command line, or set trainer.devices 1."
+                )
             launcher._call_children_scripts()  # what launch() would do at fit; it sees that they are there
             self._children = launcher.procs
+        self._note_signals()
         parent = os.getppid()
         threading.Thread(target=self._watch, args=(parent, tell), daemon=True, name="watch the others").start()
         strategy.setup_environment()
@@ -82,27 +102,76 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self, resume: Callable[[], str]) -> Iterator[None]:
-        """UserError, which tells by `resume` how to go on, where a process is lost inside. What this one started ends
-        with it."""
+        """UserError, which tells by `resume` how to go on, where a process is lost inside or this one gets SIGTERM.
+        What this one started ends with it."""
+        before = self._answer_sigterm()
         try:
             yield
+        except ToldToEnd:
+            self._ending = True
+            raise UserError(f"{self.fault or self._told()}; {resume()}") from None
         except RuntimeError as error:
+            self._ending = True  # whoever started the processes of a lost one sends SIGTERM while this is told
             if not self.several or not _of_others(error):
                 raise
             self._done.wait(3 * LOOK)  # the watch may know which it was
             reason = self.fault or f"another process of this run ended ({_short(error)})"
             raise UserError(f"{reason}; {resume()}") from error
         finally:
+            self._ending = True
             self._done.set()
             self._end_children()
+            if self._signals >= 0:
+                signal.set_wakeup_fd(-1)
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+
+    def share(self, value: str) -> str:
+        """What the first process calls with; all call it, after `join`."""
+        if not self.several:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0, group=self._waiting)
+        return told[0]
+
+    def _answer_sigterm(self) -> Any:
+        """From here on SIGTERM is ToldToEnd; the handler that was there before, None where there cannot be another."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        # Lightning's own handler meets the other processes, which are elsewhere: neither would come on. Without it
+        # only this one is left, and what Slurm sends before a job is requeued is answered as before.
+        self.trainer._signal_connector._sigterm_notifier_fn = lambda number, frame: None  # type: ignore[method-assign]
+        return signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if not self._ending:
+            self._ending = True
+            self.fault = self.fault or self._told()
+            raise ToldToEnd
+
+    def _told(self) -> str:
+        who = f"process {self.rank} of {self.count} (PID {os.getpid()})" if self.several else "the run"
+        return f"{who} was told to end by SIGTERM"
+
+    def _note_signals(self) -> None:
+        """Let the watch see signals that the main thread does not, while it waits for the others in foreign code."""
+        if threading.current_thread() is threading.main_thread():
+            self._signals, writing = os.pipe()  # open as long as the process: the watch may be reading
+            for end in (self._signals, writing):
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def _terminated(self) -> bool:
+        """Whether SIGTERM came since the last look."""
+        with contextlib.suppress(BlockingIOError):
+            return self._signals >= 0 and signal.SIGTERM in os.read(self._signals, 512)
+        return False
 
     def _watch(self, parent: int, tell: Callable[[str], None]) -> None:
         """Look after the others until done. Stuck in a product of many devices, no Python code of the main thread would
         run, so this thread ends the process after a while."""
-        while not self._done.wait(LOOK):
-            self.fault = self._lost(parent)
-            if self.fault is not None:
-                break
+        while self.fault is None and not self._done.wait(LOOK):
+            self.fault = self.fault or self._lost(parent) or (self._told() if self._terminated() else None)
         if self.fault is None or self._done.wait(GRACE):
             return
         tell(self.fault)

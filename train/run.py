@@ -86,9 +86,9 @@ def run_folder(options: RunOptions, checkpoint: Path | None) -> Path:
 
 def lost(folder: Path) -> str:
     """How to resume a run that was broken off, for the end of a message."""
-    if not first_process():
-        return "the first process says how to go on"
     path = folder / "checkpoints" / "last.ckpt"
+    if not path.is_file() and not first_process():  # which may write on another machine
+        return f"if there is a {path}, the same command with --ckpt_path {path} goes on, on any devices"
     if not path.is_file():
         return "there is no checkpoint yet, so start again (run.checkpoint_every says how often one is written)"
     step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]

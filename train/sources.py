@@ -80,5 +80,10 @@ def without_prompts(records: Sequence[Record], keys: set[str]) -> list[Record]:
     return [record for record in records if record.prompt_key not in keys]
 
 
+def name_of(keys: set[str]) -> str:
+    """A short name for these prompt keys, whatever their order."""
+    return hashlib.sha256("\0".join(sorted(keys)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()

@@ -8,15 +8,17 @@ thread reads meanwhile. Every rank reads and tokenises all records and takes its
 same batches, in the same order, on any number of ranks, and where it is can be said in a few numbers.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp.errors import UserError
 from train.chat import Example
-from train.loader import Batch, collate
+from train.loader import Batch, collate, digest_of
 from train.order import Row, epoch_order
 from train.records import Record, normalise, open_dataset, open_lines, parse_line
 
@@ -24,6 +26,19 @@ ENDLESS = 2**40  # batches
 EMPTY = 100  # blocks in a row without an example, after which something is wrong
 
 Encode = Callable[[list[Record]], list[Example]]
+
+
+class BadRecord(UserError):
+    """Of a record that a stream comes to: what was trained before it need not be lost."""
+
+
+@contextmanager
+def _records() -> Iterator[None]:
+    """UserError in here is a BadRecord."""
+    try:
+        yield
+    except UserError as error:
+        raise BadRecord(str(error)) from error
 
 
 class RowStream:
@@ -48,7 +63,8 @@ class RowStream:
                 if found is not None:
                     where, row, self._place = found
                     self.row += 1
-                    return normalise(row, where)
+                    with _records():
+                        return normalise(row, where)
             if not self.row:
                 break
             self.passes, self.row, self._place, self._rows = self.passes + 1, 0, None, None
@@ -62,13 +78,18 @@ class RowStream:
 
     def _read_lines(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
         with open_lines(Path(self.source)) as file:
-            offset, number = self._place or (0, 0)
-            file.seek(offset)
+            offset, number, length, mark = self._place or (0, 0, 0, 0)
+            file.seek(max(0, offset - length))
+            if zlib.crc32(file.read(length)) != mark:  # the line before: had any above it changed its length, another
+                told = f"the checkpoint stopped after line {number} of {self.source}, which is another line now"
+                raise UserError(f"{told}. Resume with the same file, or start a new run without --ckpt_path.")
             for raw in file:
                 offset, number = offset + len(raw), number + 1
                 if raw.strip():
                     where = f"{self.source}:{number}"
-                    yield where, parse_line(raw, where), (offset, number)
+                    with _records():
+                        row = parse_line(raw, where)
+                    yield where, row, (offset, number, len(raw), zlib.crc32(raw))
 
     def _read_dataset(self) -> Iterator[tuple[str, dict[str, Any], Any]]:
         rows = open_dataset(self.source, self.split, streaming=True)
@@ -95,6 +116,8 @@ class Block:
     batches: list[list[Row]]
     before: list[dict[str, Any]]
     after: list[dict[str, Any]]
+    name: str
+    """Of what the examples are."""
 
 
 class StreamLoader:
@@ -133,6 +156,7 @@ class StreamLoader:
         self._block: Block | None = None
         self._batch = 0  # of the block, over all ranks: the next one
         self._start = 0, [source.state_dict() for source in self.sources]
+        self._expected: str | None = None  # the name of the block in which a checkpoint stopped
         self._thread = ThreadPoolExecutor(1, "read ahead")
         self._ahead: Future[Block] | None = None
 
@@ -155,6 +179,11 @@ class StreamLoader:
         """The block with the next batch."""
         if self._block is None:
             self._block = self._read(*self._start)
+            if self._expected not in (None, self._block.name):
+                raise UserError(
+                    "the checkpoint stopped inside a block of other records: data.train, or how it is read, has "
+                    "changed. Resume with the same data and settings, or start a new run without --ckpt_path."
+                )
         while self._batch >= len(self._block.batches):
             done = self._block
             self._block = self._read(done.number + 1, done.after) if self._ahead is None else self._ahead.result()
@@ -173,12 +202,13 @@ class StreamLoader:
             counts = [int((now + 1) * self.size * s) - int(now * self.size * s) for s in self._cumulated()]
             counts = [count - less for count, less in zip(counts, [0, *counts], strict=False)]
             records = [r for source, n in zip(self.sources, counts, strict=True) for r in source.take(n)]
-            examples = self.encode(records)
+            with _records():
+                examples = self.encode(records)
             after = [source.state_dict() for source in self.sources]
             if examples:
                 lengths, packed = [len(example) for example in examples], self.row_length
                 batches = epoch_order(lengths, self.batch_size, seed=self.seed, epoch=now, row_length=packed)
-                return Block(now, examples, batches, before, after)
+                return Block(now, examples, batches, before, after, digest_of(examples))
             before = after
         raise UserError(
             f"data.train: none of {EMPTY * self.size:,} records in a row can be trained on; correct the data, or let "
@@ -191,12 +221,13 @@ class StreamLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from. The same on every rank, and for any number of them."""
         if self._block is None:
-            number, sources = self._start
+            (number, sources), name = self._start, self._expected
         elif self._batch >= len(self._block.batches):
-            return {"block": self._block.number + 1, "batch": 0, "sources": self._block.after, **self.identity}
+            place = {"block": self._block.number + 1, "batch": 0, "sources": self._block.after, "data": None}
+            return {**place, **self.identity}
         else:
-            number, sources = self._block.number, self._block.before
-        return {"block": number, "batch": self._batch, "sources": sources, **self.identity}
+            number, sources, name = self._block.number, self._block.before, self._block.name
+        return {"block": number, "batch": self._batch, "sources": sources, "data": name, **self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Moves the cursor. Other sources or settings are a UserError."""
@@ -211,3 +242,4 @@ class StreamLoader:
             self._ahead.exception()  # it moves the sources
         self._block = self._ahead = None
         self._start, self._batch = (state["block"], state["sources"]), state["batch"]
+        self._expected = state["data"] if self._batch else None  # before its first batch a block may be any

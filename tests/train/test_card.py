@@ -33,6 +33,7 @@ def test_a_run_leaves_a_card_with_its_figures(run: Path) -> None:
     assert math.isfinite(best["decode/accept_len"])
     tokens = f"| tokens | {record['tokens_trained']:,} |"
     torch = f"torch {record['versions']['torch']}"
+    assert "| rows in a batch | 4 |" in card
     for part in ("`data.jsonl`", "learning rate 0.01", tokens, "| loss | kl 1 |", torch):
         assert part in card, part
     fingerprint = read_config(run / "heads").base.fingerprint
@@ -53,6 +54,12 @@ def test_what_is_stated_is_told(run: Path, tmp_path: Path) -> None:
     assert "- `org/answers:small`, each record 2 times an epoch\n- `mine.jsonl`\n" in card
     assert "/home/me" not in card
     assert "## Acceptance" not in card
+
+
+def test_rows_are_those_of_all_devices(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: {batch_size: 4}\ntrainer: {accumulate_grad_batches: 2}\n")
+    (tmp_path / "run.json").write_text('{"devices": 3}')
+    assert "| rows in a batch | 24, 8 on each of 3 devices |" in card_of_run(read_config(run / "heads"), tmp_path)
 
 
 def test_a_run_without_records_still_gets_a_card(run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 import tracemalloc
@@ -22,6 +23,7 @@ from tests.train.test_cli import final_state
 from train.chat import Example
 from train.cli import main
 from train.data import ChatDataModule
+from train.loader import ResumableLoader
 from train.records import Record
 from train.stream import RowStream, StreamLoader
 
@@ -154,12 +156,53 @@ def test_another_stream_is_refused(tmp_path: Path) -> None:
             loader(path, **changed).load_state_dict(state)
     with pytest.raises(UserError, match="without data.streaming"):
         loader(path).load_state_dict({"epoch": 0, "batch": 1})
+    examples = encode([Record(kind="text", where="", text="1")])
+    with pytest.raises(UserError, match="is of a run with data.streaming; resume with it true"):
+        ResumableLoader(examples, 1).load_state_dict(state)
     path.write_text(path.read_text().replace('{"text": "1"}', "{", 1))
     with pytest.raises(UserError, match=r"a.jsonl:2: not JSON"):
         list(islice(loader(path), 3))
     (tmp_path / "none.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="holds no records"):
         list(islice(loader(tmp_path / "none.jsonl"), 3))
+
+
+def without(lines: list[str], number: int) -> list[str]:
+    return lines[:number] + lines[number + 1 :]
+
+
+@pytest.mark.parametrize("kind", ["lines", "parquet"])
+@pytest.mark.parametrize("stop", [1, 5, 8, 33])
+def test_a_stream_of_changed_records_is_refused(kind: str, stop: int, tmp_path: Path) -> None:
+    """Above the place where it stopped, or in the block with it, whatever is missing, added or exchanged; 41 records
+    in blocks of 16 with batches of 3. Below it, data may grow."""
+    path = numbered(tmp_path, 41)
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.strip()]
+    path.write_text("".join(lines))
+    first = loader(path)
+    for _ in islice(first, stop):
+        pass
+    state = first.state_dict()
+    row = state["sources"][0]["row"]
+    inside = row + 1 if state["batch"] else row - 1
+
+    def resumed(lines: list[str]) -> None:
+        path.write_text("".join(lines))
+        source = path if kind == "lines" else as_parquet(path)
+        second = loader(source)
+        second.load_state_dict(state)
+        next(iter(second))
+
+    if kind == "parquet":
+        other = loader(as_parquet(path))
+        for _ in islice(other, stop):
+            pass
+        state = other.state_dict()
+    for changed in (without(lines, inside), [lines[-1], *lines], list(reversed(lines))):
+        if kind == "lines" or state["batch"]:
+            with pytest.raises(UserError, match="stopped (after line|inside a block of other records)"):
+                resumed(changed)
+    resumed(lines)
 
 
 # ---- the data module and the command line ----------------------------------------------------------------------------
@@ -222,6 +265,73 @@ def test_what_cannot_be_streamed_is_refused(
     assert main(["--config", str(job(tmp_path, **(STREAM | changes)))]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that stopped after two steps of a stream."""
+    folder = tmp_path_factory.mktemp("begun")
+    train(folder, **(SHORT | {"trainer__max_steps": 2}))
+    return folder
+
+
+SHORT: dict[str, Any] = STREAM | {
+    "model__decode__prompts": None,
+    "trainer__max_steps": 4,
+    "trainer__val_check_interval": 100,
+    "run__checkpoint_every": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__streaming": False}, "is of a run with data.streaming; resume with it true"),
+        ({"data__val_size": 4}, "val_size was 8 and is 4"),
+        ({"data__stream_sample": 30}, "stream_sample was 20 and is 30"),
+        ({"line": 0}, "stopped (inside another stream: held_out was|inside a block of other records|after line)"),
+        ({"line": 15}, "stopped (inside another stream: held_out was|inside a block of other records|after line)"),
+    ],
+)
+def test_a_stream_goes_on_only_with_what_it_was(
+    changes: dict[str, Any], message: str, begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else other records would be held out, or come, and nobody would know."""
+    line, data = changes.pop("line", None), begun / "data.jsonl"
+    config = job(begun, **(SHORT | changes))  # which writes the data anew
+    if line is not None:
+        data.write_text("".join(without(data.read_text().splitlines(keepends=True), line)))
+    checkpoint = begun / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    assert main(["--config", str(config), "--ckpt_path", str(checkpoint)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert "Traceback" not in error
+
+
+def test_a_run_without_streaming_does_not_go_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(tmp_path, **(SHORT | {"data__streaming": False, "trainer__max_steps": 2}))
+    checkpoint = str(run / "checkpoints" / "last.ckpt")
+    assert main(["--config", str(job(tmp_path, **SHORT)), "--ckpt_path", checkpoint]) == 2
+    assert "is of a run without data.streaming; resume with it false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", ["{", pytest.param('{"messages": 5}', marks=pytest.mark.slow)])
+def test_a_bad_record_says_how_the_stream_goes_on_without_it(
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(job(tmp_path, **(SHORT | {"trainer__max_steps": 20})))
+    data = tmp_path / "data.jsonl"
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines[:33], bad, *lines[33:]]) + "\n")
+    assert main(["--config", config]) == 2
+    error = capsys.readouterr().err
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    assert f"{data}:34: " in error
+    assert "Leave the records before it as they are; nothing before step " in error
+    assert f"the same command with --ckpt_path {checkpoint} goes on" in error
+    data.write_text("\n".join(lines) + "\n")
+    assert main(["--config", config, "--ckpt_path", str(checkpoint)]) == 0
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 20
 
 
 def test_a_stream_has_no_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

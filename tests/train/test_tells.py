@@ -189,24 +189,26 @@ def test_ctrl_c_before_the_first_step_leaves_no_run(
     assert not list((tmp_path / "runs").glob("*"))
 
 
-def interrupted(arguments: list[str], hook: str, at_step: int, times: int = 1) -> int:
-    """The exit code of a run that gets Ctrl-C within `hook`, after so many steps."""
+def interrupted(arguments: list[str], hook: str, at_step: int, times: int = 1, sign: int = signal.SIGINT) -> int:
+    """The exit code of a run that gets Ctrl-C, or another signal, within `hook`, after so many steps."""
     real = getattr(HeadsModule, hook)
     patch = pytest.MonkeyPatch()
 
     def pressed(self: Any, *rest: Any) -> Any:
-        if self.global_step >= at_step and times:
+        if (at_step == 0 or self.global_step >= at_step) and times:
             for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(sign)
         return real(self, *rest)
 
     patch.setattr(HeadsModule, hook, pressed)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    others = signal.getsignal(signal.SIGTERM)
     try:
         return main(arguments)
     finally:
         patch.undo()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler is given back"
+        assert signal.getsignal(signal.SIGTERM) is others
         signal.signal(signal.SIGINT, before)
 
 
@@ -240,6 +242,37 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert interrupted(["--config", str(path)], "training_step", at_step=2, times=2) == 130
     assert "no step was saved" in capsys.readouterr().err
     assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize("hook", ["training_step", "validation_step"])
+def test_a_process_alone_that_is_told_to_end_saves_its_step_and_says_how_to_go_on(
+    hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM, as from `kill`, torchrun or a scheduler, in the middle of a step or of a validation."""
+    changes: dict[str, Any] = {"run__checkpoint_every": 100, "model__decode__prompts": None, "trainer__max_steps": 7}
+    path = job(tmp_path, **(changes | {"trainer__val_check_interval": 4}))
+    assert interrupted(["--config", str(path)], hook, at_step=4, sign=signal.SIGTERM) == 2
+    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    saved = {"training_step": 5, "validation_step": 4}[hook]
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == saved
+    error = capsys.readouterr().err
+    assert f"error: the run was told to end by SIGTERM; nothing before step {saved} is lost" in error
+    assert f"--ckpt_path {checkpoint} goes on" in error
+    assert main(["--config", str(path), "--ckpt_path", str(checkpoint)]) == 0
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 7
+
+
+@pytest.mark.parametrize(("hook", "at_step", "times"), [("training_step", 2, 2), ("build", 0, 1)])
+def test_told_to_end_before_anything_is_saved(
+    hook: str, at_step: int, times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second SIGTERM does not wait for the step; one before the first step leaves no run behind."""
+    path = job(tmp_path, run__checkpoint_every=100, model__decode__prompts=None)
+    assert interrupted(["--config", str(path)], hook, at_step, times, signal.SIGTERM) == 2
+    error = capsys.readouterr().err
+    assert "error: the run was told to end by SIGTERM; there is no checkpoint yet, so start again" in error
+    assert "Traceback" not in error
+    assert bool(list((tmp_path / "runs").glob("*"))) is (hook != "build")
 
 
 # ---- help and the console --------------------------------------------------------------------------------------------

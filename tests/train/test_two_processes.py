@@ -4,6 +4,7 @@ and heads are whole on both (ddp) or spread (fsdp). One that is lost ends the ru
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +19,15 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from mtp.errors import UserError
 from mtp.hub import load_heads
 from tests.train.ranks import Ranks
 from tests.train.runs import job, read_metrics, train
 from tests.train.test_cli import final_state
-from train.processes import Processes
+from train.prepare import idle_warning
+from train.processes import Processes, chosen_strategy
 
 CHANGES: dict[str, Any] = {
     "data__batch_size": 2,
@@ -264,6 +268,119 @@ def test_a_killed_process_ends_the_run_which_goes_on_anywhere(strategy: str, ran
     assert apart(left["state_dict"], final_state(whole)) > 1e-3, "the control: what was left to train matters"
 
 
+@pytest.mark.parametrize(
+    "value",
+    [name for name in StrategyRegistry.available_strategies() if re.match("ddp_(spawn|fork|notebook)", name)]
+    + [DDPStrategy(start_method="spawn"), DDPStrategy(start_method="fork")],
+)
+def test_processes_that_are_no_command_lines_are_refused(value: Any) -> None:
+    with pytest.raises(UserError, match=r"trainer.strategy is .*allowed is ddp, fsdp or auto; use ddp"):
+        chosen_strategy(value)
+
+
+def test_other_strategies_are_taken_as_they_are() -> None:
+    for value in ("auto", "ddp", "ddp_find_unused_parameters_true", DDPStrategy()):
+        assert chosen_strategy(value) is value
+
+
+def test_what_auto_means_in_a_notebook_is_refused() -> None:
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook", logger=False, barebones=True)
+    with pytest.raises(UserError, match="start mtp-train from a command line, or set trainer.devices 1"):
+        Processes(trainer).join(lightning.LightningModule(), print)
+
+
+def test_processes_without_a_batch_are_warned_of() -> None:
+    told = idle_warning(1, 3, 4)
+    assert told is not None
+    assert "fewer batches (1) than there are processes (3): 2 of them will have none" in told
+    assert "use fewer (trainer.devices, trainer.num_nodes), lower data.batch_size (4), or give more data" in told
+    assert "batch_size" not in str(idle_warning(1, 2, 1)), "which cannot be lower"
+    assert idle_warning(2, 2, 4) is None
+
+
+@pytest.mark.slow
+def test_one_batch_for_two_is_told_before_the_first_step_and_the_card_counts_both(ranks: Ranks, tmp_path: Path) -> None:
+    changes = LONG | {"data__batch_size": 100, "data__packing": True, "trainer__max_steps": 1, "data__val_size": 0}
+    config = str(job(tmp_path, **(changes | {"data__limit": 3})))
+    said = ranks.run(["--config", config, "--trainer.devices", "2", "--trainer.strategy", "ddp"], tmp_path / "said")
+    warning = "warning: an epoch has fewer batches (1) than there are processes (2): 1 of them will have none"
+    assert said.count(warning) == 1, "one process speaks"
+    assert said.index(warning) < said.index("before the first step")
+    card = (tmp_path / "runs" / "tiny" / "heads" / "README.md").read_text()
+    assert "| rows in a batch | 200, 100 on each of 2 devices |" in card
+
+
+ENDLESS = LONG | {"trainer__max_steps": 10**6}
+
+
+def begun(ranks: Ranks, folder: Path, strategy: str) -> tuple[list[int], Path]:
+    """Two processes of a run that would never end, with a checkpoint; their ids, and the checkpoint."""
+    two = ["--trainer.devices", "2", "--trainer.strategy", strategy]
+    pids = ranks.start(["--config", str(job(folder, **ENDLESS)), *two], folder / "said")
+    checkpoint = folder / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + PATIENCE
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return pids, checkpoint
+
+
+@pytest.mark.parametrize(
+    ("victim", "strategy"),
+    [(0, "ddp"), (1, "ddp"), *(pytest.param(victim, "fsdp", marks=pytest.mark.slow) for victim in (0, 1))],
+)
+def test_a_process_that_is_told_to_end_ends_the_run(victim: int, strategy: str, ranks: Ranks, tmp_path: Path) -> None:
+    """SIGTERM to one while the other waits for it, or it for the other. Both say how to go on."""
+    pids, checkpoint = begun(ranks, tmp_path, strategy)
+    os.kill(pids[victim], signal.SIGTERM)
+    told = time.monotonic()
+    codes = ranks.codes()
+    said = (tmp_path / "said").read_text()
+    assert codes == [2, 2], said[-3000:]
+    assert time.monotonic() - told < 60
+    assert "Traceback" not in said
+    errors = sorted(line for line in said.splitlines() if line.startswith("error: "))
+    assert len(errors) == 2, "one of each"
+    assert errors[0].startswith("error: another process of this run ended")
+    assert errors[1].startswith(f"error: process {victim} of 2 (PID {pids[victim]}) was told to end by SIGTERM")
+    assert all(f"--ckpt_path {checkpoint} goes on" in line for line in errors)
+
+
+@pytest.mark.parametrize("late", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_who_is_told_to_end_because_another_was_lost_still_says_how_to_go_on(
+    late: float, ranks: Ranks, tmp_path: Path
+) -> None:
+    """As torchrun does: one is killed, and the others get SIGTERM while they notice. So does the second of two."""
+    pids, checkpoint = begun(ranks, tmp_path, "ddp")
+    os.kill(pids[0], signal.SIGKILL)
+    time.sleep(late)
+    os.kill(pids[1], signal.SIGTERM)
+    codes = ranks.codes()
+    said = (tmp_path / "said").read_text()
+    assert codes == [-signal.SIGKILL, 2], said[-3000:]
+    (error,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert f"--ckpt_path {checkpoint} goes on" in error
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_one_that_is_stuck_can_be_told_to_end(ranks: Ranks, tmp_path: Path) -> None:
+    """Its main thread is in foreign code, where no handler of Python's runs."""
+    pids, checkpoint = begun(ranks, tmp_path, "ddp")
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(pids[0], signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not ended(pids[0]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ended(pids[0])
+    os.kill(pids[1], signal.SIGKILL)
+    assert ranks.codes() == [2, -signal.SIGKILL]
+    said = (tmp_path / "said").read_text()
+    assert "process 0 of 2" in said
+    assert "was told to end by SIGTERM; nothing before step" in said
+    assert f"--ckpt_path {checkpoint} goes on" in said
+
+
 @pytest.mark.slow
 def test_spread_heads_resume_alone_and_alone_ones_spread(ranks: Ranks, tmp_path: Path) -> None:
     """Muon, whose steps need whole matrices, and a stream of data, on either side of a change of hands."""
@@ -294,10 +411,11 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("victim", ["first", "second"])
-def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, tmp_path: Path) -> None:
+def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, sign: int, tmp_path: Path) -> None:
     """Here one process starts the other, and each looks after the other."""
-    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, **(LONG | {"trainer__max_steps": 10**6})))]
+    command = [sys.executable, "-m", "train", "--config", str(job(tmp_path, **ENDLESS))]
     command += ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
     checkpoint, said = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt", tmp_path / "said"
     with said.open("w") as file:
@@ -307,11 +425,13 @@ def test_no_process_of_a_launched_run_outlives_a_lost_one(victim: str, tmp_path:
         while not checkpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         (child,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
-        os.kill(process.pid if victim == "first" else child, signal.SIGKILL)
-        if victim == "second":
+        os.kill(process.pid if victim == "first" else child, sign)
+        if victim == "second" or sign == signal.SIGTERM:
             assert process.wait(60) == 2
-            assert "process 1 of 2 (PID" in said.read_text()
-            assert "was killed by SIGKILL" in said.read_text()
+            assert f"process {int(victim == 'second')} of 2 (PID" in said.read_text()
+            how = "killed by SIGKILL" if sign == signal.SIGKILL else "told to end by SIGTERM"
+            assert f"was {how}" in said.read_text()
+            assert f"--ckpt_path {checkpoint} goes on" in said.read_text()
         deadline = time.monotonic() + 60
         while not ended(child) and time.monotonic() < deadline:
             time.sleep(0.1)
