@@ -22,7 +22,7 @@ from mtp.formats.eagle3_reader import AUX_LAYERS
 from mtp.heads import Heads, build_heads
 
 _State = dict[str, Tensor]
-_TEXTS, _LENGTH = 8, 33
+_TEXTS, _LENGTH = 8, 17
 _LEAST_GAIN, _ERRORS = 0.01, 3.0
 MARGIN = f"more than {_LEAST_GAIN} and {_ERRORS:g} standard errors"
 """How much better an exchange must do to be believed."""
