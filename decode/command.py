@@ -9,9 +9,9 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from decode.decoder import Decoder
-from decode.pair import OTHER_BASE
 from decode.report import as_json
 from decode.terminal import Terminal
+from mtp.other_base import OTHER_BASE
 
 HEADS = "folder of heads, smollm2-135m, or you/name[@revision]"
 

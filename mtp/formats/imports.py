@@ -1,12 +1,13 @@
 """From a foreign folder to heads of ours, on the base that they were trained for.
 
 Knows: which of our modules take which tensors, and what can be told from the outside: sizes, feature layers, whose
-output rows they are, exchanged halves. Refuses to know: how folders are read (the formats' readers), and the Hub.
+output rows they are, and of which base. Refuses to know: how folders are read (the formats' readers), how it is noticed
+that something was exchanged (`mtp.formats.arrangement`), and the Hub.
 
 Shapes: T position, K draft position, D hidden, V vocabulary, Vd draft vocabulary.
 """
 
-import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +20,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mtp.base import FrozenBase
 from mtp.config import BaseRef, BlockShape, HeadsConfig, HeadsOptions, OwnOutput
 from mtp.errors import UserError
+from mtp.formats.arrangement import check_arrangement
 from mtp.formats.eagle3 import PLACES
 from mtp.formats.eagle3_reader import AUX_LAYERS, Eagle3Reader, read_eagle3, read_speculators
-from mtp.formats.export import compare
+from mtp.formats.export import compare, files_in, named, not_finite
 from mtp.formats.interface import Lent
 from mtp.formats.medusa_reader import MedusaReader, read_original, read_vllm
+from mtp.formats.tensors import read_record
 from mtp.heads import Heads, build_heads
 from mtp.heads.blocks import frequencies
 from mtp.initialise import new_heads
+from mtp.other_base import OTHER_BASE, difference
+from mtp.share import CARD, CONFIG, DIGEST, WEIGHTS
 from mtp.suggest import did_you_mean
 from mtp.vocab import vocab_hash
 
@@ -38,10 +43,13 @@ READERS: dict[str, _Read] = {
     "medusa": read_original,
 }
 """The formats that can be read from a folder, by name."""
+_USUAL_LENGTH = 4
 IN_BASE = "in-base"
 """Names the modules of a base's own checkpoint, among formats."""
-_WORDS = 48  # tokens that the base writes, on which halves are told apart
-_LIKELIER, _MARGIN = 1.5, 0.1
+
+
+def _silent(note: str) -> None:
+    del note
 
 
 def import_heads(
@@ -51,30 +59,74 @@ def import_heads(
     *,
     draft_length: int | None = None,
     feature_layers: tuple[int, ...] | None = None,
+    allow_other_base: bool = False,
+    on_note: Callable[[str], None] = _silent,
 ) -> Heads:
     """The heads in a foreign folder, in float32 on the CPU, bound; their logits are compared with the reader's.
 
-    draft_length: K of EAGLE-3 heads, which they do not say (default 4); Medusa's is their number. feature_layers: those
-    of EAGLE-3 heads in our count, the input of layer i, where the folder does not say them beyond doubt. UserError on
-    an unknown format, a folder that is not whole, another base, and halves that are evidently exchanged.
+    draft_length: K of EAGLE-3 heads, by default what the folder says, or 4; Medusa's is their number. feature_layers:
+    those of EAGLE-3 heads in our count, the input of layer i, where the folder does not say them beyond doubt.
+    allow_other_base: take a base of the same sizes that the folder was not exported for. on_note: hears what is to be
+    known of the heads. UserError on an unknown format, a folder that is not whole, another base, numbers that are not
+    finite, and parts that are evidently exchanged.
     """
     if format_name not in READERS:
         raise UserError(f"--format is {format_name!r}; {did_you_mean(format_name, (*READERS, IN_BASE))}")
     reader = READERS[format_name](folder, "--input")
+    other = _other_base(folder, base, allow_other_base)
     if isinstance(reader, MedusaReader):
         for name, value in (("draft-length", draft_length), ("feature-layers", feature_layers)):
             if value is not None:
                 raise UserError(f"--{name} is {value}, which medusa heads do not leave open; leave it out.")
         heads = _medusa(reader, base, folder)
     else:
-        heads = _recurrent(reader, base, folder, 4 if draft_length is None else draft_length, feature_layers)
+        k = draft_length or reader.draft_length or _USUAL_LENGTH
+        heads = _recurrent(reader, base, folder, k, feature_layers, on_note)
+    if names := not_finite(heads):
+        raise UserError(
+            f"{folder}: {named(names)} (as heads here call them) hold NaN or infinity; copy or write the folder again."
+        )
     # Where the rows are the base's own, the folder may hold them rounded; so they are for the comparison.
     lent = Lent(base.embedding.cpu().float(), base.output_matrix.cpu().to(reader.dtype).float())
     compare(reader, heads.float().eval().bind(lent.embedding, lent.output_matrix), base, lent)
     heads.bind(lent.embedding, base.output_matrix.cpu().float())
-    if isinstance(reader, Eagle3Reader):
-        _check_halves(heads, base, folder)
+    fit = check_arrangement(heads, base, str(folder))
+    for note in (other, fit):
+        if note:
+            on_note(note)
     return heads
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder holds nothing but saved heads, which is what importing writes; or nothing at all."""
+    found = files_in(folder)
+    try:
+        known = isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8"))[DIGEST], str)
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    return not found or (known and found <= {CONFIG, WEIGHTS, CARD})
+
+
+def _other_base(folder: Path, base: FrozenBase, allow: bool) -> str | None:
+    """UserError where a folder was exported for another base than the given one; with `allow`, what that means. Only
+    what we exported says for which."""
+    trained = read_record(folder).get("base") or {}
+    named_base = BaseRef(
+        name=str(trained.get("name")),
+        revision=trained.get("revision"),
+        fingerprint=trained.get("fingerprint") or "",
+        tokenizer_fingerprint=trained.get("tokenizer_fingerprint") or "",
+    )
+    found = difference(base, named_base)
+    if found is None:
+        return None
+    told = f"--input {folder} was exported for a base with {found} than --base {base.name}"
+    if allow:
+        return f"warning: {told}; {OTHER_BASE}. The imported heads name this base."
+    raise UserError(
+        f"{told}; use the base it names ({named_base.name}, revision {named_base.revision or 'none'}). "
+        f"--allow-other-base imports all the same: {OTHER_BASE}."
+    )
 
 
 def import_from_base(base: FrozenBase, draft_length: int | None = None) -> Heads:
@@ -109,7 +161,12 @@ def _medusa(reader: MedusaReader, base: FrozenBase, folder: Path) -> Heads:
 
 
 def _recurrent(
-    reader: Eagle3Reader, base: FrozenBase, folder: Path, draft_length: int, layers: tuple[int, ...] | None
+    reader: Eagle3Reader,
+    base: FrozenBase,
+    folder: Path,
+    draft_length: int,
+    layers: tuple[int, ...] | None,
+    on_note: Callable[[str], None],
 ) -> Heads:
     llama, weights = reader.llama, reader.weights
     _check_sizes(llama.hidden_size, llama.vocab_size, base, folder)
@@ -130,7 +187,7 @@ def _recurrent(
     config = HeadsConfig(
         kind="recurrent",
         draft_length=draft_length,
-        feature_layers=_layers(reader, base, folder, layers),
+        feature_layers=_layers(reader, base, folder, layers, on_note),
         eagle31_norms=reader.fc_norm,
         hidden_size=llama.hidden_size,
         vocab_size=llama.vocab_size,
@@ -157,22 +214,37 @@ def _block(llama: Any) -> BlockShape:
     return replace(shape, rope_frequencies=tuple(rotary.inv_freq.tolist()), rope_scale=float(rotary.attention_scaling))
 
 
-def _layers(reader: Eagle3Reader, base: FrozenBase, folder: Path, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+def _layers(
+    reader: Eagle3Reader,
+    base: FrozenBase,
+    folder: Path,
+    asked: tuple[int, ...] | None,
+    on_note: Callable[[str], None],
+) -> tuple[int, ...]:
     """Feature layers in our count: as asked, as written, or what engines take where nothing is written."""
-    last, doubtful = base.num_layers, reader.doubtful_ids
-    layers = asked or reader.layer_ids
-    if layers is None and doubtful is not None:
+    last, doubtful, written = base.num_layers, reader.doubtful_ids, reader.layer_ids
+    if asked is None and written is None and doubtful is not None:
         outputs = " ".join(str(layer + 1) for layer in doubtful)
         raise UserError(
             f"{folder} has eagle_aux_hidden_state_layer_ids {list(doubtful)} inside eagle_config alone, which SGLang "
             f"counts by outputs of layers and vLLM by inputs; say which: --feature-layers {outputs} if the heads were "
             f"made for SGLang (as those of SpecForge are), or --feature-layers {' '.join(map(str, doubtful))}."
         )
-    layers = (2, last // 2, last - 3) if layers is None else layers
+    usual = (2, last // 2, last - 3)
+    layers = asked or written or usual
     if len(layers) != AUX_LAYERS or not all(0 <= layer <= last for layer in layers):
+        whose = (
+            f"{folder}: eagle_aux_hidden_state_layer_ids" if written else f"{folder} names no layers; what engines take"
+        )
         raise UserError(
-            f"--feature-layers is {' '.join(map(str, layers))}; name {AUX_LAYERS} from 0 (embedding) to {last} (after "
-            f"the final norm) of base {base.name!r}."
+            f"{'--feature-layers' if asked else whose} is {' '.join(map(str, layers))}; "
+            f"{'name' if asked else 'give --feature-layers with'} {AUX_LAYERS} from 0 (embedding) to {last} (after the "
+            f"final norm) of base {base.name!r}{'' if asked else ', or the base that the heads were trained for'}."
+        )
+    if asked and written and asked != written:
+        on_note(
+            f"warning: --feature-layers is {' '.join(map(str, asked))}, and {folder} says {' '.join(map(str, written))}"
+            "; the option is taken, and fewer drafts are accepted if the folder was right."
         )
     return tuple(layers)
 
@@ -211,43 +283,3 @@ def _filled(
     heads = build_heads(replace(config, own_output=own))
     heads.load_state_dict(tensors)
     return heads
-
-
-@torch.no_grad()
-def _check_halves(heads: Heads, base: FrozenBase, folder: Path) -> None:
-    """UserError where q, k and v evidently read [state ; embedding]: on a text that the base writes, the heads then
-    overlap with it far better once their halves are exchanged."""
-    text = _written(base)
-    given, twin = _overlap(heads, base, text), copy.deepcopy(heads)
-    state = twin.state_dict()
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weight = state[f"attention.{name}.weight"]
-        weight.copy_(torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
-    exchanged = _overlap(twin, base, text)
-    if exchanged > _LIKELIER * given + _MARGIN:
-        raise UserError(
-            f"{folder}: self_attn.q_proj.weight, k_proj.weight and v_proj.weight read [state ; embedding], and "
-            f"[embedding ; state] is expected: first drafts overlap with base {base.name!r} by {given:.2f} as they are "
-            f"and by {exchanged:.2f} with their halves exchanged. Exchange the two halves of their columns."
-        )
-
-
-def _written(base: FrozenBase) -> Tensor:
-    """Tokens [1,T] that the base writes greedily."""
-    start = getattr(base.tokenizer, "bos_token_id", None)
-    text = torch.tensor([[0 if start is None else start]], device=base.device)
-    for _ in range(min(_WORDS, base.context_length - 1)):
-        following = base.logits(base.forward(text).hidden[:, -1:]).argmax(-1)
-        text = torch.cat([text, following], dim=1)
-    return text
-
-
-def _overlap(heads: Heads, base: FrozenBase, text: Tensor) -> float:
-    """Mean over a text [1,T] of sum_x min(p, q) at the first draft position."""
-    output = base.forward(text, feature_layers=heads.config.feature_layers)
-    p = base.logits(output.hidden)[0, 1:].softmax(-1).cpu()
-    padded = torch.nn.functional.pad(text.cpu(), (0, heads.config.draft_length))
-    logits = heads.project(heads.unroll(output.features.float().cpu(), padded))[0, :-1, 0]
-    q = logits.softmax(-1)
-    chosen = p if heads.draft_ids is None else p[:, heads.draft_ids]
-    return float(torch.minimum(chosen, q).sum(-1).mean())

@@ -106,7 +106,7 @@ def _original_content(heads: Heads, base: FrozenBase) -> Content:
         config={
             "medusa_num_heads": config.draft_length,
             "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": config.base.name,
+            "base_model_name_or_path": base.name,  # as given: the name in the heads may lead nowhere
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
         },

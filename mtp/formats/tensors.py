@@ -50,24 +50,30 @@ def read_document(folder: Path, option: str) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON ({error}); copy the folder again.") from None
     if not isinstance(document, dict):
         raise UserError(f"{path} holds {type(document).__name__}; an object with keys is needed: copy it again.")
-    _check_record(folder / RECORD)
+    read_record(folder)
     return document
 
 
-def _check_record(path: Path) -> None:
-    """UserError where a newer version wrote the folder, in a way that this one cannot know. Others leave no record."""
+def read_record(folder: Path) -> dict[str, Any]:
+    """What export noted of the folder; empty where others wrote it, who leave no record.
+
+    UserError where a newer version wrote the folder, in a way that this one cannot know.
+    """
+    path = folder / RECORD
     if not path.is_file():
-        return
+        return {}
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version, writer = record["record_version"], record["versions"]["mtp"]
-    except (ValueError, KeyError, TypeError):
+        record.get("base", {}).get("fingerprint")
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is not what export writes; copy the folder again, or remove that file.") from None
     if not isinstance(version, int) or version > RECORD_VERSION:
         raise UserError(
             f"{path}: record_version is {version}, and this version of mtp reads {RECORD_VERSION}; the folder was "
             f"written by mtp {writer}: update mtp, or export the heads again."
         )
+    return record
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from mtp.base import FrozenBase
 from mtp.formats.eagle3_reader import read_eagle3
 from mtp.hub import load_heads, save_heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
+from tests.tiny import tiny_base
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,28 @@ def test_heads_whose_base_is_gone(folder: Path, tmp_path: Path, capsys: pytest.C
     code, _, err = run(capsys, *args)
     assert (code, "/gone/base" in err, "name a copy of it with --base" in err) == (2, True, True), err
     assert run(capsys, *args, "--base", folder / "llama-0")[0] == 0
+
+
+def test_another_base_has_a_remedy_that_export_knows(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tiny_base("llama", tmp_path, 1)
+    args = ("export", "--heads", folder / "heads", "--format", "eagle3", "--output", tmp_path / "out")
+    code, _, err = run(capsys, *args, "--base", other.name)
+    assert (code, "other weights than --base" in err, "use the base they name" in err) == (2, True, True), err
+    assert "allow" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_heads_are_never_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = save_heads(load_heads(folder / "heads"), tmp_path / "ow" / "heads")
+    (tmp_path / "ow" / "precious.txt").write_text("kept")
+    before = sorted(tmp_path.rglob("*"))
+    for output in (tmp_path / "ow", saved, saved / "out"):
+        args = ("export", "--heads", saved, "--format", "eagle3", "--output", output, "--overwrite")
+        code, _, err = run(capsys, *args)
+        assert (code, "choose another folder" in err) == (2, True), err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_heads_that_ship_with_the_package(

@@ -1,6 +1,8 @@
 """Foreign formats: the round trip gives the heads' logits; what is not whole, or cannot be said, is refused by name."""
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +18,11 @@ from mtp.errors import UserError
 from mtp.formats import export as export_module
 from mtp.formats.catalogue import FORMATS
 from mtp.formats.export import export
-from mtp.formats.interface import Content
+from mtp.formats.interface import Content, Lent
 from mtp.formats.medusa_reader import OUTSIDE, read_vllm
 from mtp.formats.tensors import CARD, CONFIG, RECORD
 from mtp.heads import Heads
+from mtp.hub import load_heads, save_heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
 from tests.tiny import VOCAB_SIZE
 
@@ -339,16 +342,124 @@ def test_other_blocks_than_llamas_are_refused(family: str, tmp_path: Path) -> No
         export(heads_on(base, "recurrent"), base, "eagle3", tmp_path / "out")
 
 
-def test_a_folder_that_exists_is_kept_unless_given_up(base: FrozenBase, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
+def test_only_an_export_is_replaced_and_only_if_given_up(base: FrozenBase, tmp_path: Path) -> None:
+    """What --overwrite may replace is an earlier export, of any format, or an empty folder; never files of others."""
+    heads, folder = heads_on(base, "medusa"), tmp_path / "out"
     folder.mkdir()
-    (folder / "mine").write_text("kept")
+    export(heads, base, "custom_generate", folder, overwrite=True)
     with pytest.raises(UserError, match="exists; choose another folder, or replace it with --overwrite"):
-        export(heads_on(base, "medusa"), base, "medusa", folder)
-    assert [path.name for path in folder.iterdir()] == ["mine"]
-    export(heads_on(base, "medusa"), base, "medusa", folder, overwrite=True)
-    assert not (folder / "mine").exists()
+        export(heads, base, "medusa", folder)
+    export(heads, base, "medusa", folder, overwrite=True)
+    for name in ("mine.txt", "deep/er/mine", "link"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(tmp_path) if name == "link" else path.write_text("kept")
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(UserError, match="holds other things than what export writes"):
+            export(heads, base, "medusa", folder, overwrite=True)
+        assert sorted(folder.rglob("*")) == before
+        path.unlink()
+    (folder / RECORD).unlink()
+    with pytest.raises(UserError, match="holds other things than what export writes"):
+        export(heads, base, "medusa", folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_read_is_never_replaced(base: FrozenBase, tmp_path: Path) -> None:
+    """The output is not the heads' folder, nor the base's, nor one that holds them, nor one in them."""
+    heads = load_heads(save_heads(heads_on(base, "medusa"), tmp_path / "ow" / "medusa"))
+    heads.eval().bind(base.embedding, base.output_matrix)
+    assert heads.loaded_from is not None
+    (tmp_path / "ow" / "precious.txt").write_text("kept")
+    (tmp_path / "link").symlink_to(heads.loaded_from)
+    before = sorted(tmp_path.rglob("*"))
+    for path, option in (
+        (heads.loaded_from, "--heads"),
+        (heads.loaded_from.parent, "--heads"),
+        (heads.loaded_from / "exported", "--heads"),
+        (tmp_path / "link", "--heads"),
+        (Path(base.name), "--base"),
+        (Path(base.name) / "exported", "--base"),
+    ):
+        with pytest.raises(UserError, match=f"is, holds or lies in {option}"):
+            export(heads, base, "medusa", path, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_killed_export_left_is_cleared_up(base: FrozenBase, tmp_path: Path) -> None:
+    """A day later, and only what is surely an export's: other hidden folders stay."""
+    heads, long_ago = heads_on(base, "medusa"), time.time() - 2 * 86400
+    old, new, mine, others = (tmp_path / f".out.{name}" for name in ("abcd_123", "abcd_124", "abcd_125", "notes"))
+    for path in (old, new, mine, others):
+        (path / "out").mkdir(parents=True)
+        (path / "out" / CONFIG).write_text("{}")
+    (mine / "out" / "mine").write_text("kept")
+    for path in (old, mine, others):
+        os.utime(path, (long_ago, long_ago))
+    export(heads, base, "medusa", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, mine.name, others.name, "out"]
+
+
+@pytest.mark.parametrize("case", STRICT)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_heads_with_numbers_that_are_none(case: str, number: float, base: FrozenBase, tmp_path: Path) -> None:
+    """In any one tensor, and whether one number of it or all."""
+    for whole in (False, True):
+        name, heads = made(case, base)
+        for place, parameter in heads.named_parameters():
+            given = parameter.data.clone()
+            parameter.data.view(-1)[: None if whole else 1] = number
+            with pytest.raises(UserError, match=rf"hold NaN or infinity \({place}\)"):
+                export(heads, base, name, tmp_path / "out")
+            parameter.data = given
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", STRICT)
+def test_numbers_beyond_float16(case: str, base: FrozenBase, tmp_path: Path) -> None:
+    name, heads = made(case, base)
+    place, parameter = next(iter(heads.named_parameters()))
+    parameter.data.view(-1)[0] = 1e5
+    with pytest.raises(UserError, match=f"--dtype is float16, whose largest number is 65504, and {place} hold larger"):
+        export(heads, base, name, tmp_path / "out", dtype="float16")
+    assert list(tmp_path.iterdir()) == []
+    for dtype in ("bfloat16", "float32"):
+        export(heads, base, name, tmp_path / dtype, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "speculators", "vllm-medusa", "medusa"])
+def test_what_rounding_does_is_told(case: str, base: FrozenBase, tmp_path: Path) -> None:
+    """The folder against the rounded heads, and these against the heads as they are: the first difference is of the
+    conversion, the second is what the reader of the folder gets; report, card and record say both."""
+    name, heads = made(case, base)
+    exact = export(heads, base, name, tmp_path / "exact")
+    assert exact.rounding == 0.0
+    assert "rounding itself" not in exact.told() + (exact.folder / CARD).read_text()
+    done = export(heads, base, name, tmp_path / "out", dtype="bfloat16")
+    assert done.worst < 1e-4 < 1e-3 < done.rounding < done.scale
+    assert "heads rounded to bfloat16" in done.told()
+    told = f"the rounding itself changes logits by up to {done.rounding:.1e}"
+    assert told in done.told()
+    assert told in (done.folder / CARD).read_text()
+    record = json.loads((done.folder / RECORD).read_text())
+    assert (record["dtype"], record["draft_length"]) == ("bfloat16", heads.config.draft_length)
+    assert record["compared"]["largest_change_by_rounding"] == done.rounding
+    given = export_module._sample(heads, base)
+    features, tokens, drafts = given
+    lent = Lent(base.embedding.float(), base.output_matrix.float())
+    with torch.no_grad():
+        theirs = FORMATS[name].read(done.folder).logits(features[0], tokens[0], drafts, lent)
+        ours = export_module._ours(heads, *given)
+    can = ours.isfinite()
+    assert float((theirs - ours)[can].abs().max()) == pytest.approx(done.rounding, abs=1e-3)
+
+
+def test_the_base_that_was_given_is_named(base: FrozenBase, tmp_path: Path) -> None:
+    """Not the one in the heads, which may be gone."""
+    heads = heads_on(base, "medusa")
+    heads.config = replace(heads.config, base=replace(heads.config.base, name="/nowhere/base"))
+    folder = export(heads, base, "medusa", tmp_path / "out").folder
+    assert json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] == base.name
 
 
 @pytest.mark.parametrize("step", ["write_tensors", "compare"])

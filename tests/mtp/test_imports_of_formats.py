@@ -13,13 +13,17 @@ from decode.cli import main
 from decode.decoder import Decoder
 from mtp.base import FrozenBase
 from mtp.errors import UserError
+from mtp.formats import arrangement
+from mtp.formats.arrangement import EXCHANGES, check_arrangement
 from mtp.formats.export import export
 from mtp.formats.imports import READERS, import_heads
-from mtp.formats.tensors import CONFIG
+from mtp.formats.tensors import CONFIG, RECORD
+from mtp.heads import Heads, build_heads
 from mtp.hub import find_heads, load_heads, save_heads
 from tests.mtp.format_toys import VOCABULARY, base_for_formats, heads_on
-from tests.mtp.test_formats import CASES, made, weights
+from tests.mtp.test_formats import CASES, halves, made, weights
 from tests.mtp.test_shipped import with_modules
+from tests.tiny import tiny_base
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -102,7 +106,7 @@ def test_output_rows_of_their_own(base: FrozenBase, tmp_path: Path) -> None:
     found = import_heads(folder, "eagle3", base)
     assert found.config.own_output == "one"
     assert torch.equal(found.proposal_rows, rows)
-    assert found.config.draft_length == 4
+    assert found.config.draft_length == 3
 
 
 def test_feature_layers_that_are_counted_in_two_ways(base: FrozenBase, tmp_path: Path) -> None:
@@ -143,18 +147,168 @@ def test_another_base_is_refused(base: FrozenBase, smollm2: FrozenBase, tmp_path
             import_heads(folder, name, smollm2)
 
 
-def test_exchanged_halves_are_noticed(smollm2: FrozenBase, tmp_path: Path) -> None:
-    """Heads that draft well tell which half of their input is which."""
-    heads = load_heads(find_heads("smollm2-135m")).bind(smollm2.embedding, smollm2.output_matrix)
-    folder = export(heads, smollm2, "eagle3", tmp_path / "out").folder
-    assert import_heads(folder, "eagle3", smollm2).config.own_output == "none"
+@pytest.fixture(scope="module")
+def drafting(smollm2: FrozenBase) -> Heads:
+    """Heads that draft well."""
+    return load_heads(find_heads("smollm2-135m")).eval().bind(smollm2.embedding, smollm2.output_matrix)
+
+
+def test_what_was_exchanged_is_noticed_at_import(drafting: Heads, smollm2: FrozenBase, tmp_path: Path) -> None:
+    """Heads that draft well tell which half of their input is which; the same heads as they are come through, and what
+    they draft is told."""
+    folder, told = export(drafting, smollm2, "eagle3", tmp_path / "out").folder, []
+    found = import_heads(folder, "eagle3", smollm2, on_note=told.append)
+    assert found.config == drafting.config
+    (note,) = told
+    assert float(note.split(" by ")[1][:4]) > 0.3, note
     tensors = load_file(weights(folder))
-    for name in ("q_proj", "k_proj", "v_proj"):
-        tensor = tensors[f"midlayer.self_attn.{name}.weight"]
-        tensors[f"midlayer.self_attn.{name}.weight"] = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+    tensors["midlayer.self_attn.q_proj.weight"] = halves(tensors["midlayer.self_attn.q_proj.weight"])
     save_file(tensors, weights(folder))
-    with pytest.raises(UserError, match=r"\[embedding ; state\] is expected"):
+    with pytest.raises(UserError, match=r"q_proj.weight reads \[state ; embedding\], and \[embedding ; state\]"):
         import_heads(folder, "eagle3", smollm2)
+
+
+def test_each_exchange_is_noticed_alone(drafting: Heads, smollm2: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every exchange, made in heads that draft well, is refused with its name; as they are they are not."""
+    text = arrangement._written(smollm2)
+    monkeypatch.setattr(arrangement, "_written", lambda base: text)
+    assert "0.3" in check_arrangement(drafting, smollm2, "here")
+    right = {name: tensor.clone() for name, tensor in drafting.state_dict().items()}
+    for exchange in EXCHANGES.values():
+        state = right | exchange(right)
+        mended = {name: put for name, put in EXCHANGES.items() if same(state | put(state), right)}
+        assert len(mended) == 1
+        monkeypatch.setattr(arrangement, "EXCHANGES", mended)  # the others are for the heads as they are, above
+        wrong = build_heads(drafting.config).eval()
+        wrong.load_state_dict(state)
+        with pytest.raises(UserError, match="once that is exchanged") as told:
+            check_arrangement(wrong.bind(smollm2.embedding, smollm2.output_matrix), smollm2, "here")
+        assert next(iter(mended)) in str(told.value)
+
+
+def same(state: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"eagle31_norms": True}, {"draft_ids": VOCABULARY, "own_output": "one"}], ids=str
+)
+def test_heads_that_draft_nothing_are_not_refused(fields: dict[str, Any], base: FrozenBase) -> None:
+    """No exchange makes heads better that fit nothing: random ones are of any arrangement."""
+    assert "first drafts overlap" in check_arrangement(heads_on(base, "recurrent", **fields), base, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("eagle3", "recurrent"), ("speculators", "recurrent"), ("medusa", "medusa")]
+)
+def test_what_was_exported_for_another_base_is_refused(
+    name: str, kind: str, base: FrozenBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base of the same sizes, told by the fingerprint in export.json, unless that is allowed; heads of others leave
+    no record, and are taken."""
+    folder = export(heads_on(base, kind), base, name, tmp_path / "out").folder
+    other = tiny_base("llama", tmp_path, 1)
+    args = ["import", "--input", folder, "--format", name, "--base", other.name, "--output", tmp_path / "heads"]
+    given = [str(arg) for arg in args]
+    assert main(given) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"exported for a base with other weights than --base {other.name}; use the base it names ({base.name}" in told
+    )
+    assert "--allow-other-base imports all the same" in told
+    assert not (tmp_path / "heads").exists()
+    assert main([*given, "--allow-other-base"]) == 0
+    assert "fewer drafts are accepted" in capsys.readouterr().err
+    assert load_heads(tmp_path / "heads").config.base.fingerprint == other.fingerprint()
+    (folder / RECORD).unlink()
+    assert main([*given, "--overwrite"]) == 0
+    assert "fewer drafts" not in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_refused(base: FrozenBase, tmp_path: Path) -> None:
+    folder = export(heads_on(base, "recurrent"), base, "eagle3", tmp_path / "out").folder
+    record = json.loads((folder / RECORD).read_text())
+    record["base"]["tokenizer_fingerprint"] = "another"
+    (folder / RECORD).write_text(json.dumps(record))
+    with pytest.raises(UserError, match="another tokenizer or chat template"):
+        import_heads(folder, "eagle3", base)
+    record["base"] = "text"
+    (folder / RECORD).write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"export.json is not what export writes"):
+        import_heads(folder, "eagle3", base)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "speculators"])
+def test_the_draft_length_comes_along(name: str, base: FrozenBase, tmp_path: Path) -> None:
+    """K is what the folder says, in the speculators' own words or in export.json, or what is asked, or 4."""
+    heads = heads_on(base, "recurrent")
+    folder = export(heads, base, name, tmp_path / "out").folder
+    assert import_heads(folder, name, base).config.draft_length == heads.config.draft_length == 3
+    assert import_heads(folder, name, base, draft_length=2).config.draft_length == 2
+    (folder / RECORD).unlink()
+    assert import_heads(folder, name, base).config.draft_length == (4 if name == "eagle3" else 3)
+    if name == "speculators":
+        document = json.loads((folder / CONFIG).read_text())
+        method = document["speculators_config"]["proposal_methods"][0]
+        method["speculative_tokens"] = 7
+        (folder / CONFIG).write_text(json.dumps(document))
+        assert import_heads(folder, name, base).config.draft_length == 7
+        method["speculative_tokens"] = "many"
+        (folder / CONFIG).write_text(json.dumps(document))
+        with pytest.raises(UserError, match="speculative_tokens is 'many'; a whole number from 1 to 64"):
+            import_heads(folder, name, base)
+
+
+def test_layers_that_the_folder_names(base: FrozenBase, tmp_path: Path) -> None:
+    """Bad ones are the folder's fault; others that are asked for are taken, and said to be others."""
+    folder, told = export(heads_on(base, "recurrent"), base, "eagle3", tmp_path / "out").folder, []
+    assert import_heads(
+        folder, "eagle3", base, feature_layers=(0, 1, 4), on_note=told.append
+    ).config.feature_layers == (0, 1, 4)
+    assert "--feature-layers is 0 1 4, and" in told[0]
+    assert "says 1 2 3" in told[0]
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=[1, 9, 12], eagle_config=None)
+    with pytest.raises(
+        UserError, match=r"out: eagle_aux_hidden_state_layer_ids is 1 9 12; give --feature-layers with 3"
+    ):
+        import_heads(folder, "eagle3", base)
+
+
+@pytest.mark.parametrize("case", ["eagle3", "speculators", "vllm-medusa", "medusa"])
+def test_numbers_that_are_none_are_refused(case: str, base: FrozenBase, tmp_path: Path) -> None:
+    """One NaN anywhere in the tensors of a folder is refused, whether or not a logit shows it."""
+    name, heads = made(case, base)
+    folder = export(heads, base, name, tmp_path / "out").folder
+    whole = load_file(weights(folder))
+    for place, tensor in whole.items():
+        if tensor.is_floating_point():
+            broken = tensor.clone()
+            broken.view(-1)[-1] = torch.nan
+            save_file(whole | {place: broken}, weights(folder))
+            with pytest.raises(UserError, match="NaN"):
+                import_heads(folder, name, base)
+
+
+def test_only_an_import_is_replaced(base: FrozenBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = export(heads_on(base, "recurrent"), base, "eagle3", tmp_path / "source").folder
+    args = [str(arg) for arg in ("import", "--input", source, "--format", "eagle3", "--base", base.name, "--overwrite")]
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious.txt").write_text("kept")
+    for output, message in (
+        (full, "holds other things than what import writes"),
+        (source, "lies in --input"),
+        (tmp_path, "lies in --input"),
+        (source / "heads", "lies in --input"),
+        (Path(base.name) / "heads", "lies in --base"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        assert main([*args, "--output", str(output)]) == 2
+        assert message in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+    saved = save_heads(heads_on(base, "medusa"), tmp_path / "heads")
+    assert main([*args, "--output", str(saved)]) == 0
+    assert load_heads(saved).config.kind == "recurrent"
 
 
 def test_options_that_do_not_apply(base: FrozenBase, tmp_path: Path) -> None:
