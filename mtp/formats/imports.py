@@ -73,7 +73,6 @@ def import_heads(
     if format_name not in READERS:
         raise UserError(f"--format is {format_name!r}; {did_you_mean(format_name, (*READERS, IN_BASE))}")
     reader = READERS[format_name](folder, "--input")
-    other = _other_base(folder, base, allow_other_base)
     if isinstance(reader, MedusaReader):
         for name, value in (("draft-length", draft_length), ("feature-layers", feature_layers)):
             if value is not None:
@@ -82,6 +81,7 @@ def import_heads(
     else:
         k = draft_length or reader.draft_length or _USUAL_LENGTH
         heads = _recurrent(reader, base, folder, k, feature_layers, on_note)
+    other = _other_base(folder, base, allow_other_base)  # after the sizes, which tell more
     if names := not_finite(heads):
         raise UserError(
             f"{folder}: {named(names)} (as heads here call them) hold NaN or infinity; copy or write the folder again."

@@ -158,7 +158,8 @@ def test_what_was_exchanged_is_noticed_at_import(drafting: Heads, smollm2: Froze
     they draft is told."""
     folder, told = export(drafting, smollm2, "eagle3", tmp_path / "out").folder, []
     found = import_heads(folder, "eagle3", smollm2, on_note=told.append)
-    assert found.config == drafting.config
+    for name in ("draft_length", "feature_layers", "draft_vocab_hash", "base"):
+        assert getattr(found.config, name) == getattr(drafting.config, name), name
     (note,) = told
     assert float(note.split(" by ")[1][:4]) > 0.3, note
     tensors = load_file(weights(folder))
@@ -168,11 +169,12 @@ def test_what_was_exchanged_is_noticed_at_import(drafting: Heads, smollm2: Froze
         import_heads(folder, "eagle3", smollm2)
 
 
+@pytest.mark.slow
 def test_each_exchange_is_noticed_alone(drafting: Heads, smollm2: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every exchange, made in heads that draft well, is refused with its name; as they are they are not."""
     text = arrangement._written(smollm2)
     monkeypatch.setattr(arrangement, "_written", lambda base: text)
-    assert "0.3" in check_arrangement(drafting, smollm2, "here")
+    assert "first drafts overlap" in check_arrangement(drafting, smollm2, "here")
     right = {name: tensor.clone() for name, tensor in drafting.state_dict().items()}
     for exchange in EXCHANGES.values():
         state = right | exchange(right)
