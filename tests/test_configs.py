@@ -138,7 +138,7 @@ class OnPaper(FrozenBase):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         rotary = self.model.model.rotary_emb
         self.model.model.rotary_emb = type(rotary)(config=config)  # the only numbers that a shape is read from
-        self.name, self.revision = name, None
+        self.name, self.revision, self.tokenizer = name, None, None
         self._inner = find_inner(self.model, name)
         self._layers = find_layers(self._inner, self._text_config, name)
 
