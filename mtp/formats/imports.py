@@ -7,7 +7,6 @@ that something was exchanged (`mtp.formats.arrangement`), and the Hub.
 Shapes: T position, K draft position, D hidden, V vocabulary, Vd draft vocabulary.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from mtp.formats.eagle3_reader import AUX_LAYERS, Eagle3Reader, read_eagle3, rea
 from mtp.formats.export import compare, named, not_finite
 from mtp.formats.interface import Lent
 from mtp.formats.medusa_reader import MedusaReader, read_original, read_vllm
-from mtp.formats.place import files_in
+from mtp.formats.place import is_written
 from mtp.formats.tensors import read_record
 from mtp.heads import Heads, build_heads
 from mtp.heads.blocks import frequencies
@@ -100,12 +99,7 @@ def import_heads(
 
 def is_saved(folder: Path) -> bool:
     """Whether a folder holds nothing but saved heads, which is what importing writes; or nothing at all."""
-    found = files_in(folder)
-    try:
-        known = isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8"))[DIGEST], str)
-    except (OSError, ValueError, KeyError, TypeError):
-        known = False
-    return not found or (known and found <= {CONFIG, WEIGHTS, CARD})
+    return is_written(folder, {CONFIG, WEIGHTS, CARD}, CONFIG, DIGEST, str)
 
 
 def _other_base(folder: Path, base: FrozenBase, allow: bool) -> str | None:

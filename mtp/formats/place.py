@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 from mtp.errors import UserError
@@ -25,12 +25,18 @@ _DAY = 86400.0
 
 def is_export(folder: Path) -> bool:
     """Whether a folder holds nothing but what export writes, and says so itself; or nothing at all."""
+    return is_written(folder, _WRITTEN, RECORD, "record_version", int)
+
+
+def is_written(folder: Path, names: Set[str], document: str, key: str, kind: type) -> bool:
+    """Whether a folder holds no other files than `names`, and in the JSON of one a `key` of that kind by which its
+    writer is known; or nothing at all."""
     found = files_in(folder)
     try:
-        known = isinstance(json.loads((folder / RECORD).read_text(encoding="utf-8"))["record_version"], int)
+        known = isinstance(json.loads((folder / document).read_text(encoding="utf-8"))[key], kind)
     except (OSError, ValueError, KeyError, TypeError):
         known = False
-    return not found or (known and found <= _WRITTEN)
+    return not found or (known and found <= names)
 
 
 def files_in(folder: Path) -> set[str]:
